@@ -219,7 +219,8 @@ class ReplayBufferMixture:
             plan = self._plans.pop()
         except IndexError:
             plan = None
-        if plan is None or plan.size != size or not plan.holds(counts):
+        plans = plan.held(counts) if plan is not None and plan.size == size else None
+        if plans is None:
             self._plans.clear()
             self._refuse_other_schemas()
             for name, member in self.members.items():
@@ -227,13 +228,14 @@ class ReplayBufferMixture:
                 if name in needed and not len(member):
                     raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
             plan = plan_mixture(self.members, size)
+            plans = None if plan is None else plan.held(counts)
         with ExitStack() as admitted:  # all members admit their rows, or none counts them
             for name, count in needed.items():
                 if self.members[name].flow is not None:
                     admitted.enter_context(self.members[name]._permission(count, False, None))
-            if plan is None:
+            if plan is None or plans is None:
                 return self._joined({name: draw_rows_of(self.members[name], count) for name, count in needed.items()})
-            batch = plan.sample(counts)
+            batch = plan.sample(counts, plans)
         self._plans.append(plan)
         return batch
 

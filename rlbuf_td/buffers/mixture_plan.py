@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import CompiledPlan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import LastDraw
@@ -93,24 +94,29 @@ class MixturePlan:
         self.sourced: list[tuple[int, int]] = []  # the bounds of the members' parts in `source`
         self.parts_by_bounds: dict[tuple[int, int], _Part] = {}
 
-    def holds(self, counts: Sequence[int]) -> bool:
-        """Whether all members that provide rows can still draw them with this plan."""
-        return all(
+    def held(self, counts: Sequence[int]) -> list[CompiledPlan | None] | None:
+        """Return the plans of the members; None if one that provides rows can no longer draw them with its plan."""
+        plans = [own() for own in self.plans]
+        holds = all(
             member.parts is parts
-            and (not count or (is_usual(member) and len(member.storage) and (plan := own()) and plan.holds()))
-            for member, own, parts, count in zip(self.members.values(), self.plans, self.parts, counts, strict=True)
+            and (not count or (is_usual(member) and len(member.storage) and plan is not None and plan.holds()))
+            for member, plan, parts, count in zip(self.members.values(), plans, self.parts, counts, strict=True)
         )
+        return plans if holds else None
 
-    def sample(self, counts: Sequence[int]) -> TensorDict:
-        """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its sampler draws fewer."""
+    def sample(self, counts: Sequence[int], plans: Sequence[Any]) -> TensorDict:
+        """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its sampler draws fewer.
+
+        ``plans`` are :meth:`held` plans, which a member may drop meanwhile, because it has other batch sizes.
+        """
         slot, end = self.slots.take(), 0
         report = slot.report
         normalizers: dict[str, float | None] = {}
         bounds: list[tuple[int, int]] = []
-        for name, own, count in zip(self.members, self.plans, counts, strict=True):
+        for name, plan, parts, count in zip(self.members, plans, self.parts, counts, strict=True):
             begin = end
             if count:
-                end, normalizers[name] = self._fill(name, own(), slot, begin, count)
+                end, normalizers[name] = self._fill(name, plan, parts, slot, begin, count)
             bounds.append((begin, end))
         if not self.has_lanes:
             report["index"].copy_(self.drawn.rows)
@@ -138,14 +144,12 @@ class MixturePlan:
         return found
 
     def _fill(
-        self, name: str, plan: CompiledPlan | None, slot: BatchSlot, begin: int, count: int
+        self, name: str, plan: CompiledPlan, parts: Parts, slot: BatchSlot, begin: int, count: int
     ) -> tuple[int, float | None]:
         """Fill a part of a batch; return where it ends, and the member's normalizer."""
         member, part, end = self.members[name], self._part(begin, begin + count), begin + count
-        if plan is None:
-            raise RuntimeError(_CHANGED.format(name))
         with plan.storage.lock:
-            if not plan.holds():
+            if member.parts is not parts or not plan.holds():
                 raise RuntimeError(_CHANGED.format(name))
             live, are_cells = numbered = plan.ring.numbered()
             if plan.draw_into is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock, Thread
@@ -313,8 +314,16 @@ def test_threads_that_sample_get_batches_of_their_own():
         batches = [mixed.sample() for _ in range(300)]
         return all(bool(((batch["number"] >= 1_000) == batch["source"].bool()).all()) for batch in batches)
 
-    with ThreadPoolExecutor(3) as pool:
-        assert all(future.result() for future in [pool.submit(draw) for _ in range(3)])
+    def alone() -> bool:  # in more sizes than a member has plans for
+        return all(len(mixed["one"].sample(size)) == size for size in [*range(1, 21)] * 30)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(future.result() for future in [pool.submit(each) for each in (draw, draw, draw, alone)])
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning", "ignore:this process was forked")
