@@ -335,6 +335,15 @@ def test_coincidences_beside_a_number_that_never_repeats_are_no_fault() -> None:
     assert check(rows.flatten()).codes == []
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_observations_of_a_few_small_numbers_are_told_apart(dtype: torch.dtype) -> None:
+    seen = torch.cartesian_prod(*[torch.arange(3)] * 6).to(dtype)
+    seen = seen[torch.randperm(3**6, generator=torch.Generator().manual_seed(0))]
+    rows = {"observation": seen[:-2], "next": {"observation": seen[2:], "done": torch.zeros(3**6 - 2, 1).bool()}}
+    finding = check(TensorDict(rows, [3**6 - 2]))[0]
+    assert (finding.code, finding.count, finding.of) == ("lanes-mixed", 3**6 - 3, 3**6 - 3)
+
+
 def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
     rows = healthy(1)[:, 0].exclude(("next", "observation"))
     report = check(rows)

@@ -31,6 +31,7 @@ Suspects: TypeAlias = dict[tuple[str, Key], Callable[[Tensor], Tensor]]
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # rows of this size fit into a cache
 _NAMED = 5  # a finding names at most this many rows
+_ODD = 0x1E3779B97F4A7C15  # an odd number: products with different words differ
 
 
 class Record:
@@ -170,6 +171,8 @@ def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
             value = value + 0.0  # -0.0 becomes 0.0
         octets = value.contiguous().view(torch.uint8).flatten(1)
         words = torch.nn.functional.pad(octets, (0, -octets.shape[1] % 8)).view(torch.int64)
+        words = words * _ODD  # a product loses high bits, in which alone 1.0 and 2.0 differ: move them down first
+        words = words ^ (words >> 32 & 0xFFFFFFFF)
         weight = torch.randint(-(1 << 62), 1 << 62, words.shape[1:], generator=generator, device="cpu")
         result = result + (words * weight.to(words.device)).sum(1).cpu()
     return result
