@@ -1858,10 +1858,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         storage: a storage, or a function that creates one; default ``PackedStorage(1_000)``.
         sync: must be ``True``, because every write updates priorities.
         sampler_device: must be ``None``, because priorities are on the device of the rows.
-        **kwargs: keywords of :class:`ReplayBuffer`.
+        **kwargs: keywords of :class:`ReplayBuffer`, except ``sampler``. A wrapper needs a :class:`ReplayBuffer`:
+            ``sampler=NStepSampler(ProportionalSampler(n, alpha, beta), n_steps, gamma)``.
 
     Raises:
         NotImplementedError: ``sync`` is ``False``, or a ``sampler_device`` is given.
+        TypeError: a ``sampler`` is given.
 
     Cost: see :class:`ReplayBuffer` and :class:`ProportionalSampler`.
 
@@ -1886,6 +1888,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if not sync or sampler_device is not None:
             reason = "every write updates priorities, on the device of the rows"
             raise NotImplementedError(f"sync=False and sampler_device= are not supported: {reason}")
+        if "sampler" in kwargs:
+            remedy = "ReplayBuffer(sampler=...) takes any, such as NStepSampler(ProportionalSampler(n), 3, 0.99)"
+            raise TypeError(f"a PrioritizedReplayBuffer makes its own ProportionalSampler: {remedy}")
         rows = PackedStorage(1_000) if storage is None else storage if isinstance(storage, Storage) else storage()
         sampler = ProportionalSampler(rows.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=rows, sampler=sampler, **kwargs)

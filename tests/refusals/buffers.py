@@ -166,6 +166,7 @@ REFUSALS: Table = {
         (lambda _: td.ReplayBuffer(storage=td.PackedStorage(9), prefetch=1), ValueError, "batch-size must be"),
         *((lambda _, given=given: td.PrioritizedReplayBuffer(alpha=0.7, beta=0.9, **given), NotImplementedError,
            "sync=False and sampler_device=") for given in ({"sync": False}, {"sampler_device": "cpu"})),
+        (lambda _: td.PrioritizedReplayBuffer(alpha=0.7, beta=0.9, sampler=td.UniformSampler()), TypeError, "its own"),
         (lambda _: td.ReplayBuffer(storage=td.PackedStorage(9, device="meta"), device="cpu"), TypeError, "on the CPU"),
         (lambda _: td.ReplayBuffer(collate_fn=lambda rows: rows, device="cpu"), TypeError, "collate_fn"),
         (lambda _: td.ReplayBuffer(sampler=RandomSampler(), device="cpu"), TypeError,
