@@ -203,6 +203,8 @@ class RolloutBuffer(ReplayBuffer):
             rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
             takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
             remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})" if lacks_lanes else ""
+            if self.num_envs == 1 and len(got) < len(expected):
+                remedy = f": for one environment without such a dim, make a RolloutBuffer({self.num_steps})"
             raise ValueError(takes + remedy)
 
     @property

@@ -127,8 +127,8 @@ class _Cache(FunctionCache):
 @cache
 def _announce() -> None:
     logging.getLogger("rlbuf_td").warning(
-        "rlbuf_td is compiling its loops for this processor: the first call of each kind takes some seconds, once per "
-        "installation (the compiled code is stored in %s)",
+        "rlbuf_td is compiling its loops for this processor: the first call of each kind takes up to half a minute, "
+        "once per installation (python -m rlbuf_td compile compiles all ahead; the code is stored in %s)",
         folder(),
     )
 

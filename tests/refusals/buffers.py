@@ -437,6 +437,7 @@ REFUSALS: Table = {
     ],
     ("RolloutBuffer, flat", lambda: td.RolloutBuffer(8, batch_size=5)): [
         (lambda rb: rb.extend(rolled()), ValueError, r"extend takes batch size \[n\] in a rollout of 8 steps, got"),
+        (lambda _: td.RolloutBuffer(8, 1).extend(rolled(8)), ValueError, r"without such a dim.* RolloutBuffer\(8\)$"),
         (lambda rb: rb.extend(rolled(4, 8, collector={"traj_ids": zeros(4, 8).long()})), ValueError,
          r"got \[4, 8\]: for 4 environments, make a RolloutBuffer\(num_steps, 4\)"),
     ],
