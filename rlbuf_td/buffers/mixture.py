@@ -20,8 +20,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSample
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, normalizer_of, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint.files import delete_others, explained, new_folder, reading, write_state, writing
-from rlbuf_td.checkpoint.parts import load_or_restore
+from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
+from rlbuf_td.checkpoint.parts import Rollback
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
@@ -337,11 +337,11 @@ class ReplayBufferMixture:
         Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            last = None if writer.previous is None else writer.previous.state.get("members")
+            last = None if writer.previous is None else writer.previous.state().get("members")
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
-            write_state(writer, self._own_state() | {"members": folder.name}, [])
+            writer.write(self._own_state() | {"members": folder.name})
             delete_others(folder)
 
     def loads(self, path: str | Path) -> None:
@@ -352,8 +352,8 @@ class ReplayBufferMixture:
                 names differ, nothing is loaded. If a member's dump is missing or damaged, other members may have been
                 loaded.
         """
-        with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
-            state = reader.state()
+        with reading(Path(path) / _FOLDER, type(self).__name__) as dump:
+            state = dump.state()
             self._restore_own(state)
             for name, member in self.members.items():
                 member.loads(Path(path) / state["members"] / name)
@@ -589,8 +589,10 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
             member.storage.examine(state["_storage"])
             parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
             before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
-            load_or_restore(parts, state)
-            load_or_restore(parts, before)
+            for states in (state, before):
+                with Rollback() as rollback:
+                    for key, part in parts.items():
+                        rollback.load(part, states[key])
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

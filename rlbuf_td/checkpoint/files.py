@@ -1,15 +1,25 @@
-"""Writes and reads the folder of a dump: its lock, and its data files, which never change after they are written."""
+"""Writes and reads the folder of a dump: its lock, its manifest, and its data files, which are never changed.
+
+``manifest.json`` is one JSON object: ``state`` holds what is saved, and ``about`` the kind of dump, when it was
+written, and by which versions. Its last entry is the checksum of all the text before it. A state consists of numbers,
+strings, lists, dicts with string keys, and tensors, and is never pickled. Tuples and shapes become lists. NaN and
+infinity are written as Python's ``json`` writes them. A tensor is ``{"$tensor": {"dtype", "shape", "chunks"}}``; its
+bytes are those of its chunks, in order. A chunk is a file, whose name is the checksum and the number of its bytes.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
@@ -20,32 +30,62 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
-from rlbuf_td.checkpoint.manifest import (
-    CHUNK_NAME,
-    MALFORMED,
-    MANIFEST,
-    CheckpointError,
-    Chunk,
-    Manifest,
-    Stored,
-    checksum,
-    decode,
-    encode,
-)
-
+FORMAT = "rlbuf_td checkpoint"
+DATA, MANIFEST = "data", "manifest.json"
+_LOCK, _NEXT = ".lock", f"{MANIFEST}.next"
+_TENSOR = "$tensor"
+_ROWS = ("_storage", "rows"), ("_storage", "entries")  # where a buffer's state holds the tensors of its rows
 _FOLDER = re.compile(r"([a-z]+)-[0-9a-f]{16}")
-DATA, _LOCK, _NEXT = "data", ".lock", f"{MANIFEST}.next"
+_CHUNK = re.compile(r"[0-9a-f]{24}-([0-9]{1,18})\.bin")
+_SUFFIX = ',\n"checksum": "{}"\n}}\n'
+_SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 _WAIT_S = 600.0
 _LARGE = 1 << 30  # bytes from which a progress bar is shown by default
 CHUNK_BYTES = 8 << 20
 _WRITERS = 8  # threads; their number does not depend on the cores, because they wait for the disk
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
+#: Errors of decoding or loading a malformed state. A manifest with a valid checksum may contain anything.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 #: Called with the number of bytes processed since the last call.
 Report = Callable[[int], Any]
-#: A chunk and the tensor to fill; None: only check the chunk.
-Job = tuple[Chunk, torch.Tensor | None]
+
+
+class CheckpointError(ValueError):
+    """A dump cannot be written or read; the message says why.
+
+    Example:
+        >>> import tempfile
+        >>> from rlbuf_td import ReplayBuffer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ReplayBuffer().loads(folder)
+        Traceback (most recent call last):
+        rlbuf_td.checkpoint.files.CheckpointError: ...
+    """
+
+
+def checksum(data: np.ndarray | bytes) -> str:
+    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24 hexadecimal digits."""
+    array = np.frombuffer(data, np.uint8)  # the sum finds changes that a CRC alone would miss (one in 4e9)
+    whole = len(array) // 8 * 8
+    words = int(array[:whole].view("<u8").sum(dtype=np.uint64)) + int.from_bytes(array[whole:].tobytes(), "little")
+    return f"{zlib.crc32(array.data):08x}{words % (1 << 64):016x}"
+
+
+def chunk_name(data: np.ndarray | bytes) -> str:
+    return f"{checksum(data)}-{len(data)}.bin"
+
+
+def _chunk_size(name: Any) -> int:
+    found = _CHUNK.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        raise CheckpointError(f"the manifest names {name!r}, which is not a file of a dump")
+    return int(found[1])
+
+
+# -- writing
 
 
 class DumpWriter:
@@ -53,176 +93,69 @@ class DumpWriter:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
-        self.previous = Manifest.previous(path)
         self.nbytes = 0  # bytes of all tensors
+        self.previous = self._previous()
         (path / DATA).mkdir(exist_ok=True)
         self._names = self.clean()  # of files that need not be written, or are being written
         self._lock = Lock()
 
-    def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
-        """Write tensors of any device in chunks; a chunk that is in the previous dump is not written again."""
+    def _previous(self) -> Dump | None:
+        """Return the previous dump, or None if it is missing or damaged; refuse a manifest of another program."""
+        file = self.path / MANIFEST
+        if file.is_file() and not _is_ours(file.read_bytes()):
+            remedy = "It is not overwritten: choose another folder, or remove it"
+            raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td. {remedy}")
+        with suppress(CheckpointError):
+            return Dump(self.path)
+        return None
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write a state, whose tensors may be on any device, and replace the manifest by one of this dump.
+
+        A chunk that is in the previous dump is not written again.
+        """
+        found: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        document = {"format": FORMAT, "about": self.about, "state": _encode(state, found, "state")}
+        tensors = [tensor for tensor, _ in found]
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
-        wait_for_devices(tensors)
-        chunks = []
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            for chunk in pool.map(self._put, chain.from_iterable(parts)):
-                report(chunk.nbytes)
-                chunks.append(chunk)
-        rest = iter(chunks)
-        return tuple(
-            Stored(tensor.dtype, tensor.shape, tuple(islice(rest, len(each))))
-            for tensor, each in zip(tensors, parts, strict=True)
-        )
-
-    def _put(self, part: torch.Tensor) -> Chunk:
-        data = part.cpu().numpy()
-        chunk = Chunk(checksum(data), len(data))
-        with self._lock:
-            is_known = chunk.file in self._names
-            self._names.add(chunk.file)
-        if not is_known:
-            _write_file(self.path / DATA / chunk.file, data)
-        return chunk
-
-    def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
-        """Replace the manifest, which makes the new dump the valid one."""
+        parts = [[part for part in _flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
+        _wait_for_devices(tensors)
+        names = []
+        with progress_bar("dump", self.nbytes) as report, ThreadPoolExecutor(_WRITERS) as pool:
+            for part, name in zip(chain(*parts), pool.map(self._put, chain(*parts)), strict=True):
+                report(len(part))
+                names.append(name)
+        rest = iter(names)
+        for (_, entry), each in zip(found, parts, strict=True):
+            entry["chunks"] = [*islice(rest, len(each))]
         _sync(self.path / DATA)
-        _write_file(self.path / _NEXT, Manifest(state, tensors, self.about).to_bytes())
+        text = json.dumps(document, indent=1).removesuffix("\n}").encode()
+        _write_file(self.path / _NEXT, text + _SUFFIX.format(checksum(text)).encode())
         (self.path / _NEXT).replace(self.path / MANIFEST)
         _sync(self.path)
 
+    def _put(self, part: torch.Tensor) -> str:
+        data = part.cpu().numpy()
+        name = chunk_name(data)
+        with self._lock:
+            is_known = name in self._names
+            self._names.add(name)
+        if not is_known:
+            _write_file(self.path / DATA / name, data)
+        return name
+
     def clean(self) -> set[str]:
         """Delete the files that the manifest does not list, such as those of an interrupted dump; return the others."""
-        manifest = Manifest.previous(self.path)
-        listed = {name for stored in manifest.tensors for name in stored.files} if manifest else ()
-        kept = set()
+        dump, kept = self._previous(), set()
+        listed = {found[0] for found in _CHUNK.finditer(dump.text)} if dump else ()
         for file in (self.path / DATA).iterdir():
-            named = CHUNK_NAME.fullmatch(file.name)
-            if named and file.name in listed and file.lstat().st_size == int(named[2]):
+            named = _CHUNK.fullmatch(file.name)
+            if named and file.name in listed and file.lstat().st_size == int(named[1]):
                 kept.add(file.name)
             elif named:
                 file.unlink()
         (self.path / _NEXT).unlink(missing_ok=True)
         return kept
-
-
-class DumpReader:
-    """Reads the tensors of a dump; the caller must lock the folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.manifest = path, Manifest.read(path)
-        self.report: Report = lambda nbytes: None
-
-    def state(self) -> dict[str, Any]:
-        """Return the state; the tensors of the rows are not read yet."""
-        state = decode(self.manifest.state, lambda number: self._tensor(number).read())
-        if rows := [*map(self._tensor, state.get("rows", []))]:
-            state["_storage"] |= {"rows": rows[0], "entries": rows[1:]}
-        return state
-
-    def _tensor(self, number: Any) -> SavedTensor:
-        if type(number) is not int or not 0 <= number < len(self.manifest.tensors):
-            raise CheckpointError(f"{self.path / MANIFEST} names a tensor {number!r} that it does not describe")
-        return SavedTensor(self, self.manifest.tensors[number])
-
-    def read(self, jobs: list[Job]) -> None:
-        with ThreadPoolExecutor(_READERS) as pool:
-            for nbytes in pool.map(self._read_part, jobs):
-                self.report(nbytes)
-
-    def _read_part(self, job: Job) -> int:
-        # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
-        chunk, target = job
-        file = self.require(chunk)
-        data = np.empty(chunk.nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
-        with open(file, "rb") as opened:
-            if opened.readinto(data) != chunk.nbytes:  # type: ignore[arg-type]
-                raise CheckpointError(f"{file} became shorter while it was read")
-        if checksum(data) != chunk.checksum:
-            raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
-        if target is not None and not target.is_cpu:
-            target.copy_(torch.from_numpy(data))
-        return chunk.nbytes
-
-    def require(self, chunk: Chunk) -> Path:
-        """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""
-        file = self.path / DATA / chunk.file
-        try:
-            status = file.lstat()
-        except OSError as error:
-            found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-            raise CheckpointError(f"{file} {found}") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{file} is not a plain file")
-        if status.st_size != chunk.nbytes:
-            kind = "cut short" if status.st_size < chunk.nbytes else "too long"
-            raise CheckpointError(f"{file} is {kind}: {status.st_size} bytes, the manifest says {chunk.nbytes}")
-        return file
-
-
-class SavedTensor:
-    """A tensor of a dump, whose files are read when they are needed."""
-
-    def __init__(self, reader: DumpReader, stored: Stored) -> None:
-        self._reader, self.chunks = reader, stored.chunks
-        self.dtype, self.shape, self.nbytes = stored.dtype, stored.shape, stored.nbytes
-
-    def verify(self) -> None:
-        """Raise a CheckpointError if a file is missing or damaged."""
-        self._reader.read([(chunk, None) for chunk in self.chunks])
-
-    def read(self) -> torch.Tensor:
-        for chunk in self.chunks:  # before memory of these lengths is allocated
-            self._reader.require(chunk)
-        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        self.read_into(found)
-        return found
-
-    def read_into(self, target: torch.Tensor) -> None:
-        """Fill a contiguous tensor with the saved bytes."""
-        wait_for_devices([target])
-        parts = flat_bytes(target).split([chunk.nbytes for chunk in self.chunks]) if self.chunks else []
-        self._reader.read([*zip(self.chunks, parts, strict=True)])
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes as 1-D uint8, without a copy if the tensor is contiguous."""
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided([tensor.numel()], [1]).view(torch.uint8)  # one number is contiguous with any stride
-
-
-def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait until the devices have written the tensors, because dumps and loads copy them in other threads."""
-    for tensor in tensors:
-        tensor.reshape(-1)[:1].cpu()  # a read waits for the work that this thread has queued before
-
-
-def _write_file(path: Path, data: np.ndarray | bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the entries of a folder are on the disk."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows
-    descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # some network file systems refuse folders
-        os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
-    with writing(path, kind) as writer:
-        write_state(writer, state, [])
-
-
-def load_state(path: str | Path, kind: str) -> dict[str, Any]:
-    with reading(path, kind) as reader, explained(reader):
-        return reader.state()
 
 
 @contextmanager
@@ -250,38 +183,228 @@ def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
             writer.clean()
 
 
-def write_state(writer: DumpWriter, state: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-    tensors = list(tensors)
-    encoded = encode(state, tensors, "state")
-    with progress_bar("dump", sum(tensor.nbytes for tensor in tensors)) as report:
-        stored = writer.store(tensors, report)
-    writer.commit(encoded, stored)
+def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
+    with writing(path, kind) as writer:
+        writer.write(state)
+
+
+def _encode(value: Any, tensors: list[tuple[torch.Tensor, dict[str, Any]]], where: str) -> Any:
+    """Convert ``value`` to JSON, and append its tensors and their entries, which lack their chunks, to ``tensors``.
+
+    ``where`` names the value in errors.
+    """
+    if isinstance(value, np.integer | np.floating):
+        value = value.item()
+    if value is None or isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, np.ndarray | np.bool_):
+        value = torch.as_tensor(value, device="cpu")
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+            raise CheckpointError(f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold")
+        entry = {"dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape]}
+        tensors.append((value.detach(), entry))
+        return {_TENSOR: entry}
+    if isinstance(value, list | tuple):
+        return [_encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
+    if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
+        if wrong := [key for key in value if type(key) is not str or key == _TENSOR]:
+            raise CheckpointError(f"{where} has the key {wrong[0]!r}: keys in a dump are strings other than {_TENSOR}")
+        return {key: _encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
+    content = "numbers, strings, lists, dicts and tensors, and no objects whose loading executes code"
+    if "SegmentTree" in type(value).__name__:
+        content += ". Use a ProportionalSampler, which also loads the state_dict() of a PrioritizedSampler"
+    raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
+
+
+def _write_file(path: Path, data: np.ndarray | bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the entries of a folder are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return  # Windows
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # some network file systems refuse folders
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# -- reading
+
+
+class Dump:
+    """The manifest of a dump; the caller must lock the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, file = path, path / MANIFEST
+        self.report: Report = lambda nbytes: None
+        try:
+            data = file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if data[-_SUFFIX_BYTES:] != _SUFFIX.format(checksum(data[:-_SUFFIX_BYTES])).encode():
+            if _is_ours(data):
+                raise CheckpointError(f"{file} is damaged or cut short: its checksum does not match")
+            raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged")
+        try:
+            self.text = data.decode()
+            document = json.loads(self.text)
+            self._state, self.about = document["state"], document["about"]
+            if not isinstance(self._state, dict) or not isinstance(self.about, dict):
+                raise TypeError("a field has the wrong type")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
+
+    def state(self) -> dict[str, Any]:
+        """Return the state; the tensors of a buffer's rows are not read yet."""
+        return {key: self._decode(value, (key,)) for key, value in self._state.items()}
+
+    def _decode(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, list):
+            return [self._decode(item, path) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.keys() == {_TENSOR}:
+            tensor = SavedTensor(self, value[_TENSOR])
+            return tensor if path in _ROWS else tensor.read()
+        return {key: self._decode(item, (*path, key)) for key, item in value.items()}
+
+
+class SavedTensor:
+    """A tensor of a dump, whose files are read when they are needed.
+
+    The constructor refuses an entry of a manifest with contradictory sizes or invalid file names.
+    """
+
+    def __init__(self, dump: Dump, entry: Any) -> None:
+        self._dump = dump
+        try:
+            dtype, shape = getattr(torch, entry["dtype"], None), entry["shape"]
+            self._chunks: list[tuple[str, int]] = [(name, _chunk_size(name)) for name in entry["chunks"]]
+        except (LookupError, TypeError) as error:
+            raise CheckpointError(f"the manifest's description of a tensor cannot be read: {error}") from error
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"the manifest names an unknown dtype {entry['dtype']!r}")
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+            raise CheckpointError("the manifest gives a size that is not a whole number")
+        self.dtype, self.shape, self.nbytes = dtype, torch.Size(shape), math.prod(shape) * dtype.itemsize
+        if self.nbytes != sum(nbytes for _, nbytes in self._chunks):
+            raise CheckpointError(f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}")
+
+    def verify(self) -> None:
+        """Raise a CheckpointError if a file is missing or damaged."""
+        self._read([None] * len(self._chunks))
+
+    def read(self) -> torch.Tensor:
+        for name, nbytes in self._chunks:  # before memory of these lengths is allocated
+            self._require(name, nbytes)
+        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(found)
+        return found
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the saved bytes."""
+        _wait_for_devices([target])
+        self._read([*_flat_bytes(target).split([nbytes for _, nbytes in self._chunks])] if self._chunks else [])
+
+    def _read(self, targets: Sequence[torch.Tensor | None]) -> None:
+        """Read the chunks into ``targets``; where a target is None, only check the chunk."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            for nbytes in pool.map(self._read_chunk, self._chunks, targets):
+                self._dump.report(nbytes)
+
+    def _read_chunk(self, chunk: tuple[str, int], target: torch.Tensor | None) -> int:
+        # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
+        name, nbytes = chunk
+        file = self._require(name, nbytes)
+        data = np.empty(nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
+        with open(file, "rb") as opened:
+            if opened.readinto(data) != nbytes:  # type: ignore[arg-type]
+                raise CheckpointError(f"{file} became shorter while it was read")
+        if chunk_name(data) != name:
+            raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
+        if target is not None and not target.is_cpu:
+            target.copy_(torch.from_numpy(data))
+        return nbytes
+
+    def _require(self, name: str, nbytes: int) -> Path:
+        """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""
+        file = self._dump.path / DATA / name
+        try:
+            status = file.lstat()
+        except OSError as error:
+            found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+            raise CheckpointError(f"{file} {found}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{file} is not a plain file")
+        if status.st_size != nbytes:
+            kind = "cut short" if status.st_size < nbytes else "too long"
+            raise CheckpointError(f"{file} is {kind}: {status.st_size} bytes, the manifest says {nbytes}")
+        return file
 
 
 @contextmanager
-def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
-    """Lock the folder ``path``, and yield a reader of its dump; refuse a dump that is not of this ``kind``."""
+def reading(path: str | Path, kind: str) -> Iterator[Dump]:
+    """Lock the folder ``path``, and yield its dump; refuse a dump that is not of this ``kind``.
+
+    Errors from a malformed state become a CheckpointError that names the dump.
+    """
     folder = Path(path).absolute()
     if not folder.is_dir():
-        DumpReader(folder)  # raises
+        Dump(folder)  # raises
     with _locked(folder, for_reading=True):
-        reader = DumpReader(folder)
-        found = reader.manifest.about.get("kind")
+        dump = Dump(folder)
+        found = dump.about.get("kind")
         if found != kind:
             raise CheckpointError(f"{folder} holds a dump of a {found}, expected one of a {kind}")
-        yield reader
+        try:
+            yield dump
+        except CheckpointError:
+            raise
+        except _MALFORMED as error:
+            words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"cannot load {folder}: {words}") from error
 
 
-@contextmanager
-def explained(reader: DumpReader) -> Iterator[None]:
-    """Convert errors from a malformed state to a CheckpointError that names the dump."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except MALFORMED as error:
-        words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"cannot load {reader.path}: {words}") from error
+def load_state(path: str | Path, kind: str) -> dict[str, Any]:
+    with reading(path, kind) as dump:
+        return dump.state()
+
+
+def _is_ours(data: bytes) -> bool:
+    return FORMAT.encode() in data[:100]
+
+
+def _instead(path: Path) -> str:
+    if not path.exists():
+        return "there is no such folder"
+    if not path.is_dir():
+        return "it is a file; a dump is a folder"
+    if (path / "buffer_metadata.json").exists():
+        return "a TorchRL buffer wrote it: use ReplayBuffer.from_torchrl(path)"
+    return f"it has no {MANIFEST}"
+
+
+# -- both
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as 1-D uint8, without a copy if the tensor is contiguous."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided([tensor.numel()], [1]).view(torch.uint8)  # one number is contiguous with any stride
+
+
+def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait until the devices have written the tensors, because dumps and loads copy them in other threads."""
+    for tensor in tensors:
+        tensor.reshape(-1)[:1].cpu()  # a read waits for the work that this thread has queued before
 
 
 @contextmanager

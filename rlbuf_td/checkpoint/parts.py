@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchrl.data.replay_buffers import RandomSampler
 
-from rlbuf_td.checkpoint.manifest import CheckpointError
+from rlbuf_td.checkpoint.files import CheckpointError
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import row_count
-from rlbuf_td.storages.saved import Moves
+from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def restore(
         put: replaces the rows; it returns their cells if they lie in others than before.
         is_exact: whether samplers take their state; otherwise only their settings, and the rows are new for them.
         rows_only: whether only rows and counts of writes are restored.
-        priorities: the result of :func:`saved_priorities` for rows that :func:`put` has moved.
+        priorities: the result of :func:`of_other_capacity` for rows that :func:`put` has moved.
     """
     writer = state["_writer"]
     with Rollback() as rollback:
@@ -143,8 +143,13 @@ def _end_loaded(rb: ReplayBuffer) -> None:
 # -- another capacity
 
 
-def refuse_other_capacity(rb: ReplayBuffer, state: dict[str, Any], saved: int, own: int) -> None:
-    """Raise a CheckpointError if the state of a part belongs to one capacity."""
+def of_other_capacity(
+    rb: ReplayBuffer, state: dict[str, Any], rows: SavedRows | None, saved: int, own: int
+) -> tuple[torch.Tensor, float] | None:
+    """Return the magnitudes of the saved rows, and the largest one so far; None without rows or priorities.
+
+    Raise a CheckpointError if the state of a part belongs to the saved capacity.
+    """
     if getattr(rb.writer, "needs_capacity", False) or "_generation" in state["_writer"]:
         sizes = f"the dump has {saved} time steps, this buffer {own}"
         raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
@@ -152,14 +157,9 @@ def refuse_other_capacity(rb: ReplayBuffer, state: dict[str, Any], saved: int, o
     if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
         name = type(innermost).__name__
         raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
-
-
-def saved_priorities(rb: ReplayBuffer, state: dict[str, Any], cells: int) -> tuple[torch.Tensor, float] | None:
-    """Return the magnitudes of the rows of a dump, at least ``[cells]``, and the largest one so far."""
-    while "sampler" in state:
-        state = state["sampler"]
-    if rb.parts.prioritized is None:
+    if rb.parts.prioritized is None or rows is None:
         return None
+    state, cells = innermost_state(state["_sampler"]), rows.matrix.shape[:-1].numel()
     magnitude, largest = state["priorities"]["magnitude"], float(state["largest"])
     is_known = magnitude.isfinite() & ((magnitude >= 0) | (magnitude == -1))
     if magnitude.ndim != 1 or len(magnitude) < cells or not is_known.all() or not -1 <= largest < float("inf"):
@@ -171,6 +171,13 @@ def innermost_of(sampler: Any) -> Any:
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
+
+
+def innermost_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the innermost of nested samplers."""
+    while "sampler" in state:
+        state = state["sampler"]
+    return state
 
 
 # -- generators
@@ -221,10 +228,3 @@ class Rollback(ExitStack):
                 before = copy.deepcopy(part.state_dict())
                 self.callback(part.load_state_dict, before)
             part.load_state_dict(state)
-
-
-def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load a state into each of several parts; if a part refuses its state (ValueError), restore all parts."""
-    with Rollback() as rollback:
-        for name, part in parts.items():
-            rollback.load(part, states[name])

@@ -12,6 +12,7 @@ import torch
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, load_state, open_checkpoint, save_state
 from rlbuf_td.checkpoint.files import delete_others, is_folder
+from rlbuf_td.checkpoint.parts import innermost_state
 from rlbuf_td.storages import PackedStorage
 
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # the manifest's kind, and the folder that it lies in
@@ -83,11 +84,9 @@ def extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int
         if low >= high:
             continue
         found = open_checkpoint(folder)
-        source, state = found.storage, found.sampler
+        source, state = found.storage, innermost_state(found.sampler)
         if source is None or int(source.ring.count[0]) != steps:
             raise CheckpointError(f"{folder} does not hold the {steps} time steps that the manifest says")
-        while "sampler" in state:
-            state = state["sampler"]
         ring, prioritized = source.ring, buffer._initialize().prioritized
         if prioritized is not None:
             prioritized.alpha = state["alpha"]

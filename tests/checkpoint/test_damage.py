@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import operator
 import os
 import random
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import CheckpointError, RolloutBuffer
 from rlbuf_td.checkpoint import open_checkpoint, save_state
-from rlbuf_td.checkpoint.manifest import Chunk, checksum
+from rlbuf_td.checkpoint.files import checksum, chunk_name
 from tests.catalogue import assert_same
 from tests.checkpoint.test_dumps import make, step, transitions
 
@@ -199,12 +202,19 @@ def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
     dumped(tmp_path)
 
     def change(document):
-        document["tensors"][0]["chunks"][0] = name
+        chunks_of(document)[0][0] = name
         return document
 
     resign(tmp_path, change)
     with pytest.raises(CheckpointError, match="which is not a file of a dump"):
         make().loads(tmp_path)
+
+
+def chunks_of(document: dict[str, Any]) -> list[list[Any]]:
+    """Return the non-empty lists of a manifest's chunks, one for each tensor."""
+    places = (place for place in _places(document) if place[-1] == "chunks")
+    found: Iterator[Any] = (functools.reduce(operator.getitem, place, document) for place in places)
+    return [chunks for chunks in found if chunks]
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -219,7 +229,7 @@ VALUES = st.one_of(
     st.sampled_from(
         [None, True, -1, 0, 1, 3, 2**31, 2**63, -(2**70), 1e300, "", "x", "float64", [], {}, [[]], "rows.bin"]
     ),
-    st.sampled_from([{"$tensor": 0}, {"$tensor": 99}, {"$tensor": "x"}, {"$tensor": None}, float("nan"), {"$x": 1}]),
+    st.sampled_from([{"$tensor": 0}, {"$tensor": {}}, {"$tensor": "x"}, {"$tensor": None}, float("nan"), {"$x": 1}]),
 )
 
 
@@ -230,11 +240,11 @@ REFUSALS = (IndexError, RuntimeError, ValueError, TypeError)
 def forge(document: dict[str, Any], path: Path, data: st.DataObject) -> dict[str, Any]:
     """Change the content of a tensor, or entries of the document."""
     if data.draw(st.booleans()):
-        chunks = data.draw(st.sampled_from([stored["chunks"] for stored in document["tensors"] if stored["chunks"]]))
-        seed, nbytes = data.draw(st.integers(0, 2**32 - 1)), Chunk.named(chunks[0]).nbytes
+        chunks = data.draw(st.sampled_from(chunks_of(document)))
+        seed, nbytes = data.draw(st.integers(0, 2**32 - 1)), (path / "data" / chunks[0]).stat().st_size
         content = np.random.default_rng(seed).integers(0, 256, nbytes).astype(np.uint8)
         content[seed % nbytes :] = data.draw(st.sampled_from([0, 1, 63, 127, 255]))
-        chunks[0] = Chunk(checksum(content), nbytes).file
+        chunks[0] = chunk_name(content)
         (path / "data" / chunks[0]).write_bytes(content.tobytes())
         return document
     for _ in range(data.draw(st.integers(1, 2))):
