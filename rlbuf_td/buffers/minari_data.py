@@ -14,7 +14,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.host_memory import take_pages
@@ -51,13 +50,11 @@ def import_minari(
         raise ValueError(f"{dataset.id} has no transitions")
     rb = cls.from_schema(first[0], capacity or steps, **kwargs)
     flow, rb.flow = rb.flow, None  # no write waits for a batch
-    nbytes = steps * rb.storage.row_bytes
-    with ThreadPoolExecutor(1) as pool, progress_bar(f"loading {dataset.id}", nbytes) as report:
+    with ThreadPoolExecutor(1) as pool:
         if rb.storage.scratch_dir is None:  # another thread touches the pages first: page faults in writes cost more
             pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
             rb.extend(rows)
-            report(len(rows) * rb.storage.row_bytes)
     rb.flow = flow  # it counts them as written
     return rb
 
@@ -75,16 +72,13 @@ def export_minari(
     cells = _episodes(storage)
     at_once = max(1, _WRITTEN_AT_ONCE * len(cells) // max(1, storage.nbytes))
     try:
-        with progress_bar(f"writing {dataset_id}", storage.nbytes) as report:
-            for start in range(0, len(cells), at_once):
-                some = cells[start : start + at_once]
-                rows = (storage.get(coordinates(each, storage)).cpu() for each in some)
-                episodes = [library.data_collector.EpisodeBuffer(**episode_of(each, spaces)) for each in rows]
-                if dataset is None:
-                    dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
-                else:
-                    dataset.update_dataset_from_buffer(episodes)
-                report(sum(map(len, some)) * storage.row_bytes)
+        for start in range(0, len(cells), at_once):
+            rows = (storage.get(coordinates(each, storage)).cpu() for each in cells[start : start + at_once])
+            episodes = [library.data_collector.EpisodeBuffer(**episode_of(each, spaces)) for each in rows]
+            if dataset is None:
+                dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
+            else:
+                dataset.update_dataset_from_buffer(episodes)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)

@@ -20,8 +20,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSample
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, normalizer_of, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.checkpoint.buffer import Rollback
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
-from rlbuf_td.checkpoint.parts import Rollback
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
@@ -589,10 +589,10 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
             member.storage.examine(state["_storage"])
             parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
             before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
-            for states in (state, before):
+            for saved in (state, before):
                 with Rollback() as rollback:
                     for key, part in parts.items():
-                        rollback.load(part, states[key])
+                        rollback.load(part, saved[key])
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

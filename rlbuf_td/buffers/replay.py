@@ -42,8 +42,7 @@ from rlbuf_td.buffers.parts import (
 )
 from rlbuf_td.buffers.plan import GeneralPlan, Plan, plan_of, why_not_compiled
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
-from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import at_rest, capture, refuse, restore
+from rlbuf_td.checkpoint.buffer import at_rest, capture, dump_buffer, load_buffer, refuse, restore
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers

@@ -25,7 +25,6 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
@@ -81,11 +80,8 @@ def _copy(
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
     new = cls.from_schema(choose(storage.get(steps[:1]))[0], capacity or storage.max_size, **kwargs)
-    row_bytes = new.storage.row_bytes
-    with progress_bar("copying", len(steps) * lanes * row_bytes) as report:
-        for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
-            new.writer.extend(choose(storage.get(part)))
-            report(len(part) * lanes * row_bytes)
+    for part in steps.split(max(1, _READ_AT_ONCE // (new.storage.row_bytes * lanes))):
+        new.writer.extend(choose(storage.get(part)))
     return new, (steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten()
 
 

@@ -1,33 +1,38 @@
-"""Saves and loads whole buffers, and reads a dump without a buffer. A failed load leaves the buffer unchanged."""
+"""The state of a buffer and its parts: how to capture it, to save it, and to load all of it or nothing."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import RoundRobinWriter
+from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter
 
-from rlbuf_td.checkpoint import parts
-from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, progress_bar, reading, writing
+from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, reading, writing
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER
-from rlbuf_td.storages.indexing import written_rows
-from rlbuf_td.storages.torchrl_parts import empty_part
+from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of
+from rlbuf_td.storages.indexing import row_count, written_rows
+from rlbuf_td.storages.saved import Moves, SavedRows
+from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 KIND = "buffer"
+_RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 
 
 def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
-    with writing(path, KIND) as writer, parts.at_rest(rb):
-        storage, state = rb.storage, parts.capture(rb, copies=False)
-        names = {part: parts.name_of(getattr(rb, part)) for part in ("storage", "sampler", "writer")}
+    with writing(path, KIND) as writer, at_rest(rb):
+        storage, state = rb.storage, capture(rb, copies=False)
+        names = {part: name_of(getattr(rb, part)) for part in ("storage", "sampler", "writer")}
         state |= {
             "classes": {"buffer": type(rb).__name__} | names,
             "capacity": storage.max_size,
@@ -48,16 +53,15 @@ def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
         is_exact = sizes[0] == sizes[1] and not rows_only
         if rows and not rows.in_order and getattr(rb.sampler, "needs_order", False):
             raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-        priorities = None if is_exact or rows_only else parts.of_other_capacity(rb, saved, rows, *sizes)
-        parts.refuse(rb, saved)
-        files = [] if rows is None else [x for x in (rows.matrix, *rows.entries) if isinstance(x, SavedTensor)]
-        unchecked = files if rows and not rows.is_read_once else []  # before the load changes anything
-        with progress_bar("load", sum(each.nbytes for each in (*files, *unchecked))) as dump.report:
-            for each in unchecked:
-                each.verify()
-            with rb._fully_locked():
-                put = partial(empty_part, rb.storage) if rows is None else partial(rows.put, rows.read())
-                parts.restore(rb, saved, put, is_exact=is_exact, rows_only=rows_only, priorities=priorities)
+        priorities = None if is_exact or rows_only else of_other_capacity(rb, saved, rows, *sizes)
+        refuse(rb, saved)
+        if rows and not rows.is_read_once:  # before the load changes anything
+            for each in (rows.matrix, *rows.entries):
+                if isinstance(each, SavedTensor):
+                    each.verify()
+        with rb._fully_locked():
+            put = partial(empty_part, rb.storage) if rows is None else partial(rows.put, rows.read())
+            restore(rb, saved, put, is_exact=is_exact, rows_only=rows_only, priorities=priorities)
     if rows and rows.dropped:
         room = f"the buffer has room for {rows.capacity}"
         warnings.warn(f"the {rows.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
@@ -66,7 +70,7 @@ def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
 def _refuse_other_parts(rb: ReplayBuffer, saved: dict[str, Any], rows_only: bool) -> None:
     own = {"storage": type(rb.storage).__name__}
     if not rows_only:
-        own |= {"writer": parts.name_of(rb.writer), "sampler": parts.name_of(rb.sampler)}
+        own |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
     elif not isinstance(rb.writer, RoundRobinWriter):
         raise CheckpointError(f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}")
     for part, name in own.items():
@@ -121,9 +125,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     with reading(path, KIND) as dump:
         saved, storage, rows = dump.state(), None, None
         if (content := saved["_storage"]) and "layout" in content:
-            nbytes = sum(each.nbytes for each in (content["rows"], *content.get("entries", [])))
-            with progress_bar("open", nbytes) as dump.report:
-                storage = PackedStorage.of_state(content)
+            storage = PackedStorage.of_state(content)
             has_gap = storage.ndim == 1 and storage.ring.holes > 0  # after a kill
             rows = storage[written_rows(storage)] if has_gap else storage[:]
         return Checkpoint(
@@ -135,3 +137,212 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             sampler=saved["_sampler"],
             writer=saved["_writer"],
         )
+
+
+# -- the state
+
+
+@contextmanager
+def at_rest(rb: ReplayBuffer) -> Iterator[None]:
+    """Drop the batches drawn ahead, and hold all locks of a buffer."""
+    with rb._capture_prefetch_state(clone_queue=False), rb._locked():
+        yield
+
+
+def capture(rb: ReplayBuffer, *, copies: bool) -> dict[str, Any]:
+    """Return all state that determines the behaviour of a buffer, with copies or views of its tensors."""
+    generator = generator_of(rb)
+    parts = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer, "_transforms": rb.transform}
+    return {
+        **{
+            name: part.state_dict() if copies or not hasattr(part, "snapshot") else part.snapshot()
+            for name, part in parts.items()
+        },
+        "_batch_size": rb._batch_size,
+        "_consume_after_n_samples": rb._consume_after_n_samples,
+        "_rng": None if generator is None else (generator.get_state(), str(generator.device)),
+        "_flow": None if rb.flow is None else rb.flow.state_dict(),
+        "_stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
+        **dict(zip(_RETURNED, rb.returned, strict=True)),
+    }
+
+
+def name_of(part: Any) -> str:
+    """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
+    inner = getattr(part, "sampler", None)
+    return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
+
+
+def refuse(rb: ReplayBuffer, state: dict[str, Any]) -> None:
+    """Raise an error if a state has a wrong number that its part does not refuse."""
+    counts = [*map(state.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED))]
+    counts += map(state["_writer"].get, ("_cursor", "_write_count"))
+    if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
+        raise ValueError(f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}")
+    if rb.flow is not None:
+        rb.flow.refuse_state(state.get("_flow"))
+    if state.get("_rng") is not None:
+        _generator(*state["_rng"])
+
+
+def restore(
+    rb: ReplayBuffer,
+    state: dict[str, Any],
+    put: Callable[[], Moves | None],
+    *,
+    is_exact: bool = True,
+    rows_only: bool = False,
+    priorities: tuple[torch.Tensor, float] | None = None,
+) -> None:
+    """Restore what :func:`capture` has returned; if a part refuses its state, undo all changes.
+
+    Args:
+        rb: the buffer; the caller holds its locks.
+        state: the state, which :func:`refuse` has checked.
+        put: replaces the rows; it returns their cells if they lie in others than before.
+        is_exact: whether samplers take their state; otherwise only their settings, and the rows are new for them.
+        rows_only: whether only rows and counts of writes are restored.
+        priorities: the result of :func:`of_other_capacity` for rows that :func:`put` has moved.
+    """
+    writer = state["_writer"]
+    with Rollback() as rollback:
+        if not rows_only:
+            if rb.episode_stats is not None and state.get("_stats") is not None:
+                rollback.load(rb.episode_stats, state["_stats"])
+            rollback.load(rb.writer, writer)
+            rollback.load(rb.transform, state["_transforms"])
+            if is_exact:
+                rollback.load(rb.sampler, state["_sampler"])
+            else:
+                _restore_settings(rb.sampler, state["_sampler"], rollback)
+        moved = put()
+    # The code below cannot fail.
+    if not is_exact:
+        empty_part(rb.sampler)
+    if rows_only:
+        empty_part(rb.writer)
+        set_cursor(rb.writer, writer.get("_cursor", 0), writer.get("_write_count", 0))
+    else:
+        rb._batch_size, rb._consume_after_n_samples = state["_batch_size"], state.get("_consume_after_n_samples")
+        rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
+        restore_generator(rb, state.get("_rng"))
+    if moved is not None:
+        set_cursor(rb.writer, rb.storage.ring.cursor)
+    if rb.flow is not None:
+        rb.flow.restore(None if rows_only else state.get("_flow"), row_count(rb.storage))
+    _end_loaded(rb)
+    rb._connect(default_priorities=not is_exact)
+    if moved is not None and priorities is not None and rb.parts.prioritized is not None:
+        (since, to), (magnitude, largest), own = moved, priorities, rb.parts.prioritized.priorities
+        known = magnitude[since] >= 0
+        own.assign(to[known], magnitude[since][known], rb.storage, counts=False)
+        own.largest = largest
+
+
+def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:
+    """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
+    while hasattr(sampler, "snapshot"):
+        own = state.get("settings", state)
+        with state_of(sampler):
+            rollback.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))
+        sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
+
+
+def _end_loaded(rb: ReplayBuffer) -> None:
+    """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
+    if isinstance(rb.storage, PackedStorage):
+        rb.storage.end_trajectories()  # new collectors use the same ids again
+    if rb.episode_stats is not None:
+        rb.episode_stats.forget_open()
+    if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities
+        rb.parts.prioritized.priorities.keep(slice(0, None), rb.storage)
+
+
+# -- another capacity
+
+
+def of_other_capacity(
+    rb: ReplayBuffer, state: dict[str, Any], rows: SavedRows | None, saved: int, own: int
+) -> tuple[torch.Tensor, float] | None:
+    """Return the magnitudes of the saved rows, and the largest one so far; None without rows or priorities.
+
+    Raise a CheckpointError if the state of a part belongs to the saved capacity.
+    """
+    if getattr(rb.writer, "needs_capacity", False) or "_generation" in state["_writer"]:
+        sizes = f"the dump has {saved} time steps, this buffer {own}"
+        raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
+    innermost = innermost_of(rb.sampler)
+    if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
+        name = type(innermost).__name__
+        raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
+    if rb.parts.prioritized is None or rows is None:
+        return None
+    state, cells = innermost_state(state["_sampler"]), rows.matrix.shape[:-1].numel()
+    magnitude, largest = state["priorities"]["magnitude"], float(state["largest"])
+    is_known = magnitude.isfinite() & ((magnitude >= 0) | (magnitude == -1))
+    if magnitude.ndim != 1 or len(magnitude) < cells or not is_known.all() or not -1 <= largest < float("inf"):
+        raise ValueError(f"the saved priorities, {tuple(magnitude.shape)} and {largest}, are not those of {cells} rows")
+    return magnitude, largest
+
+
+def innermost_of(sampler: Any) -> Any:
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return sampler
+
+
+def innermost_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the innermost of nested samplers."""
+    while "sampler" in state:
+        state = state["sampler"]
+    return state
+
+
+# -- generators
+
+
+def restore_generator(rb: ReplayBuffer, saved: tuple[Any, str] | None) -> None:
+    """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
+    if saved is None:
+        return
+    found, own = _generator(*saved), generator_of(rb)
+    if found is None:
+        where = f"on {saved[1]}, which is not available"
+        warnings.warn(f"the dump's generator is {where}: it was not restored", stacklevel=4)
+    elif own is not None and own.device == found.device:
+        own.set_state(saved[0])  # the same object: others may share it
+    else:
+        rb.set_rng(found)
+
+
+def _generator(state: Any, device: str) -> torch.Generator | None:
+    """Return a generator in a saved state; None if this machine lacks its device."""
+    try:
+        generator = torch.Generator(device)
+    except RuntimeError:
+        return None
+    generator.set_state(state)
+    return generator
+
+
+# -- undoing
+
+
+class Rollback(ExitStack):
+    """Loads states of parts; an error restores the old states.
+
+    Load samplers last, because the old states of this package's samplers, which refuse a state before they change, are
+    not restored.
+    """
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
+        if kind is None:
+            self.pop_all()
+        return super().__exit__(kind, *rest)
+
+    def load(self, part: Any, state: Any) -> None:
+        with state_of(part):
+            if not hasattr(innermost_of(part), "snapshot"):
+                before = copy.deepcopy(part.state_dict())
+                self.callback(part.load_state_dict, before)
+            part.load_state_dict(state)

@@ -19,7 +19,7 @@ import shutil
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
@@ -42,15 +42,11 @@ _CHUNK = re.compile(r"[0-9a-f]{24}-([0-9]{1,18})\.bin")
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
 _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 _WAIT_S = 600.0
-_LARGE = 1 << 30  # bytes from which a progress bar is shown by default
 CHUNK_BYTES = 8 << 20
 _WRITERS = 8  # threads; their number does not depend on the cores, because they wait for the disk
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 #: Errors of decoding or loading a malformed state. A manifest with a valid checksum may contain anything.
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
-
-#: Called with the number of bytes processed since the last call.
-Report = Callable[[int], Any]
 
 
 class CheckpointError(ValueError):
@@ -120,14 +116,10 @@ class DumpWriter:
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         parts = [[part for part in _flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
         _wait_for_devices(tensors)
-        names = []
-        with progress_bar("dump", self.nbytes) as report, ThreadPoolExecutor(_WRITERS) as pool:
-            for part, name in zip(chain(*parts), pool.map(self._put, chain(*parts)), strict=True):
-                report(len(part))
-                names.append(name)
-        rest = iter(names)
-        for (_, entry), each in zip(found, parts, strict=True):
-            entry["chunks"] = [*islice(rest, len(each))]
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            names = pool.map(self._put, chain(*parts))
+            for (_, entry), each in zip(found, parts, strict=True):
+                entry["chunks"] = [*islice(names, len(each))]
         _sync(self.path / DATA)
         text = json.dumps(document, indent=1).removesuffix("\n}").encode()
         _write_file(self.path / _NEXT, text + _SUFFIX.format(checksum(text)).encode())
@@ -242,7 +234,6 @@ class Dump:
 
     def __init__(self, path: Path) -> None:
         self.path, file = path, path / MANIFEST
-        self.report: Report = lambda nbytes: None
         try:
             data = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -284,7 +275,7 @@ class SavedTensor:
     """
 
     def __init__(self, dump: Dump, entry: Any) -> None:
-        self._dump = dump
+        self._folder = dump.path / DATA
         try:
             dtype, shape = getattr(torch, entry["dtype"], None), entry["shape"]
             self._chunks: list[tuple[str, int]] = [(name, _chunk_size(name)) for name in entry["chunks"]]
@@ -317,10 +308,10 @@ class SavedTensor:
     def _read(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Read the chunks into ``targets``; where a target is None, only check the chunk."""
         with ThreadPoolExecutor(_READERS) as pool:
-            for nbytes in pool.map(self._read_chunk, self._chunks, targets):
-                self._dump.report(nbytes)
+            for _ in pool.map(self._read_chunk, self._chunks, targets):  # which raises its errors
+                pass
 
-    def _read_chunk(self, chunk: tuple[str, int], target: torch.Tensor | None) -> int:
+    def _read_chunk(self, chunk: tuple[str, int], target: torch.Tensor | None) -> None:
         # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
         name, nbytes = chunk
         file = self._require(name, nbytes)
@@ -332,11 +323,10 @@ class SavedTensor:
             raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
         if target is not None and not target.is_cpu:
             target.copy_(torch.from_numpy(data))
-        return nbytes
 
     def _require(self, name: str, nbytes: int) -> Path:
         """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""
-        file = self._dump.path / DATA / name
+        file = self._folder / name
         try:
             status = file.lstat()
         except OSError as error:
@@ -405,21 +395,6 @@ def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
     """Wait until the devices have written the tensors, because dumps and loads copy them in other threads."""
     for tensor in tensors:
         tensor.reshape(-1)[:1].cpu()  # a read waits for the work that this thread has queued before
-
-
-@contextmanager
-def progress_bar(what: str, nbytes: int) -> Iterator[Report]:
-    """Yield a function that advances a bar, which is shown on a terminal for 1 GiB or more."""
-    if not (nbytes >= _LARGE and sys.stderr.isatty()):
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task(what, total=nbytes)
-        yield lambda done: bar.update(task, advance=done, refresh=True)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import torch
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, load_state, open_checkpoint, save_state
+from rlbuf_td.checkpoint.buffer import innermost_state
 from rlbuf_td.checkpoint.files import delete_others, is_folder
-from rlbuf_td.checkpoint.parts import innermost_state
 from rlbuf_td.storages import PackedStorage
 
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # the manifest's kind, and the folder that it lies in

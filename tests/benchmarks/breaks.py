@@ -311,7 +311,7 @@ BREAKS = [
     # -- checkpoints
     Break(
         "a dump lacks the state of the generator",
-        "checkpoint/parts.py",
+        "checkpoint/buffer.py",
         '"_rng": None if generator is None else',
         '"_rng": None if True else',
         "tests/test_goes_on.py -k dump",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import time
 import warnings
@@ -32,7 +31,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
-from rlbuf_td.checkpoint import files, open_checkpoint, parts
+from rlbuf_td.checkpoint import buffer, files, open_checkpoint
 from tests.catalogue import SAMPLERS, assert_same
 
 
@@ -135,20 +134,6 @@ def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_prior
     again = make("proportional")
     again.loads(tmp_path)
     assert torch.allclose(again.sampler.rule.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
-
-
-def test_a_bar_shows_how_far_a_large_dump_is_on_a_terminal(tmp_path, capsys, monkeypatch):
-    rb = make("uniform")
-    rb.extend(transitions(5))
-    rb.dumps(tmp_path)
-    assert "dump" not in capsys.readouterr().err
-    monkeypatch.setattr(files, "_LARGE", 0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("NO_COLOR", "1")
-    rb.dumps(tmp_path)
-    assert re.search(r"dump .* ([\d.]+)/\1 \w?[Bb]", capsys.readouterr().err)
-    make("uniform").loads(tmp_path)
-    assert re.search(r"load .* ([\d.]+)/\1 \w?[Bb]", capsys.readouterr().err)
 
 
 def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path):
@@ -317,11 +302,11 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
     rb, state = make("uniform"), torch.get_rng_state()
     generator = rb._rng
     with pytest.warns(UserWarning, match=f"generator is on {device}, which is not available"):
-        parts.restore_generator(rb, (state, device))
+        buffer.restore_generator(rb, (state, device))
     assert rb._rng is generator
-    parts.refuse(rb, {"_writer": {}, "_rng": (state, device)})
+    buffer.refuse(rb, {"_writer": {}, "_rng": (state, device)})
     with pytest.raises((RuntimeError, TypeError)):
-        parts.refuse(rb, {"_writer": {}, "_rng": (state[:5], "cpu")})
+        buffer.refuse(rb, {"_writer": {}, "_rng": (state[:5], "cpu")})
 
 
 class Like:
