@@ -20,8 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlbuf_td.distributed.shard import Answer, Report
-from rlbuf_td.distributed.spec import Spec
+from rlbuf_td.distributed.shard import Answer, Report, Spec
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.storages.layout import RowLayout
 

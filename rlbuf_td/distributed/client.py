@@ -18,8 +18,7 @@ from torch import Tensor
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, STAMP, Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links
-from rlbuf_td.distributed.shard import Report, Request, layout_named, named, pack
-from rlbuf_td.distributed.spec import Spec
+from rlbuf_td.distributed.shard import Report, Request, Spec, layout_named, named, pack
 from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.storages import SchemaError
@@ -222,9 +221,8 @@ class Client:
             current = mine & (handles[:, INCARNATION] == report.incarnation)
             self.stale += int(mine.sum() - current.sum())
             columns = handles[current, ROW], handles[current, STAMP], errors[current]
-            known_as = report.version, report.incarnation, largest
-            drawn = fractions.get(place, _NO_ERRORS)
-            requests[place] = Request(drawn, *known_as, columns if len(columns[0]) else None)
+            sent = columns if len(columns[0]) else None
+            requests[place] = Request(fractions.get(place, _NO_ERRORS), report.incarnation, largest, sent)
         return self.links.request(requests)
 
     def _exchange(self, places: Iterable[int]) -> None:

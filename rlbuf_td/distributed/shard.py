@@ -1,4 +1,4 @@
-"""A shard, a ReplayBuffer in a separate process; the requests of clients, its answers, and how both are packed."""
+"""A shard, a ReplayBuffer in a separate process: which buffers can be shards, requests of clients, and answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -17,21 +17,87 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.distributed.dumps import end_trajectories, extend_by
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
+from rlbuf_td.checkpoint.buffer import innermost_state
+from rlbuf_td.samplers import EpisodeSampler, FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import merge_
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.writers import RingWriter
 
 _IDLE = 10.0  # seconds without a request after which a shard stores received rows at once
+_AT_ONCE = 16 << 20  # bytes of rows of a dump that are written at once
 _NOTHING = np.empty(0, np.float64)
+
+
+class Spec(NamedTuple):
+    """The properties of the shards' buffers that clients need."""
+
+    ndim: int
+    capacity: int  # rows per shard
+    batch_size: int | None
+    priority_key: Any
+    is_prioritized: bool
+    beta: float
+    norm: str | None
+    stratified: bool
+    reduction: Any
+    windows: SequenceSampler | None  # a sampler with the settings of the shards' SequenceSamplers; it never draws
+
+    @property
+    def window_rows(self) -> int:
+        """Number of rows per draw: the length of a sequence, including burn-in, or 1 without sequences."""
+        return 1 if self.windows is None else self.windows.window
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer) -> Spec:
+        """Return the properties of a buffer; TypeError or ValueError if the buffer cannot be sharded."""
+        inner, outer, windows = checked_sampler(buffer), buffer.sampler, None
+        if isinstance(outer, SequenceSampler):
+            settings = {"burn_in": outer.burn_in, "boundary": outer.boundary, "priority": outer.priority_rule}
+            windows = SequenceSampler(UniformSampler(), outer.length, eta=outer.eta, **settings)
+        common = buffer.storage.ndim, buffer.storage.max_size, buffer.batch_size, buffer.priority_key
+        if not isinstance(inner, ProportionalSampler):
+            return cls(*common, False, 0.0, None, True, "max", windows)
+        return cls(*common, True, inner.beta, inner.weight_norm, inner.stratified, inner.reduction, windows)
+
+
+def checked_sampler(buffer: Any) -> Any:
+    """Return the buffer's sampler without its wrappers; TypeError or ValueError if the buffer cannot be sharded."""
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, PackedStorage):
+        raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
+    nested, parts = [buffer.sampler], buffer._initialize()
+    while isinstance(nested[-1], SamplerWrapper):
+        nested.append(nested[-1].sampler)
+    sampler, inner = nested[0], nested[-1]
+    for is_there, what, remedy in (
+        (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
+        (getattr(inner, "max_age", None) is not None, "max_age", "rows of any age, or one buffer"),
+        (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
+        (
+            any(isinstance(each, FreshRowsSampler) for each in nested),
+            "FreshRowsSampler",
+            "the wrapped sampler, without fresh rows",
+        ),
+        (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),
+        (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
+        (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
+        (len(parts.transforms), "a transform", "transforms in the learner"),
+        (buffer.prefetcher or buffer.batch_device, "prefetch or device", "those of the shards and the learner"),
+        (buffer.flow is not None, "flow control", "samples_per_insert and min_size of the ShardedReplayBuffer"),
+        (parts.has_units, "a sample unit", "a SequenceSampler"),
+        (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows on the CPU"),
+    ):
+        if is_there:
+            raise ValueError(f"{what} has no exact form over shards: use {remedy}")
+    return inner
 
 
 class Report(NamedTuple):
     """The state of a shard, which each answer contains."""
 
     incarnation: int  # start time of the shard's process in ns, which differs after every restart
-    version: int  # increases whenever the mass may have changed
     mass: float  # sum of p ** alpha over the stored rows; with a uniform sampler, the number of rows
     smallest: float  # p ** alpha of the least likely row; infinite without rows
     rows: int  # number of stored rows
@@ -39,14 +105,12 @@ class Report(NamedTuple):
     inserts: int  # number of rows received so far
     largest: float  # largest magnitude of a TD error so far; -1 before the first
     stale_updates: int  # number of TD errors skipped because their row was replaced or the shard had restarted
-    drifted: int  # number of rows drawn from a mass that the client did not know
 
 
 class Request(NamedTuple):
     """A request for k draws, with TD errors of earlier batches."""
 
     fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
-    version: int = -1  # version of the mass that the client knows
     incarnation: int = -1  # the shard's incarnation when the rows of the TD errors were drawn
     largest: float = -1.0  # largest TD error magnitude in any shard, which new rows get
     errors: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # [n] each: rows, their stamps, errors
@@ -85,11 +149,10 @@ class Shard:
     ) -> None:
         self.make_buffer = make_buffer
         self._prepared: ReplayBuffer | None = None
-        self.incarnation, self.version = time.time_ns(), 0
+        self.incarnation = time.time_ns()
         self._set(make_buffer())
         self._staged: list[tuple[int, TensorDictBase]] = []
-        self._waiting, self._writer, self._last_draw = 0, -1, -inf
-        self._stale = self._drifted = 0
+        self._waiting, self._writer, self._last_draw, self._stale = 0, -1, -inf, 0
         self._layout: tuple[RowLayout | None, bytes] = (None, b"")  # of the last rows drawn
         if find_dump is not None and (_is_restart() if restarted is None else restarted):
             self._continue(find_dump)
@@ -121,10 +184,8 @@ class Shard:
         elif rows:
             mass, smallest = float(rows), 1.0
         written = self.buffer.write_count * self.storage.lanes.numel() + self._waiting
-        counts = self._stale + self.buffer.stale_updates.total(), self._drifted
-        return Report(
-            self.incarnation, self.version, mass, smallest, rows, self._waiting, written, float(largest), *counts
-        )
+        stale = self._stale + self.buffer.stale_updates.total()
+        return Report(self.incarnation, mass, smallest, rows, self._waiting, written, float(largest), stale)
 
     def process(self) -> int:
         return os.getpid()
@@ -138,8 +199,6 @@ class Shard:
         self._last_draw = time.monotonic()
         before, drawn = self.report(), None
         if len(request.fractions) and before.mass > 0:
-            if request.version != before.version:
-                self._drifted += len(request.fractions)
             drawn = self._drawn_at(request.fractions)
         self._learn(request)
         self._enter()
@@ -163,7 +222,6 @@ class Shard:
     def empty(self) -> Report:
         self._staged, self._waiting = [], 0
         self.buffer.empty()
-        self.version += 1
         return self.report()
 
     def dump(self, path: str) -> tuple[int, int]:
@@ -176,14 +234,14 @@ class Shard:
     def prepare(self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None) -> None:
         """Load the only one of ``dumps``, or ``part`` of their time steps (first, last), beside the rows of this shard.
 
-        The arguments are those of :func:`~rlbuf_td.distributed.dumps.extend_by`.
+        ``dumps``: the folder of each shard's dump, and its number of time steps.
         """
         self._prepared = None
         buffer = self.make_buffer()
         if part is None:
             buffer.loads(dumps[0][0])
         else:
-            extend_by(buffer, dumps, *part)
+            _extend_by(buffer, dumps, *part)
         self._prepared = buffer
 
     def discard(self) -> None:
@@ -196,7 +254,6 @@ class Shard:
             raise CheckpointError("the shard was restarted during the load: load the dump again")
         self._set(self._prepared)
         self._prepared, self._staged, self._waiting = None, [], 0
-        self.version += 1
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray) -> Drawn:
@@ -237,16 +294,14 @@ class Shard:
         elif request.errors is not None:
             flat, stamp, error = (torch.from_numpy(part.copy()) for part in request.errors)
             self.buffer._update_sampled(flat, error, stamp)
-            self.version += 1
 
     def _enter(self) -> None:
         if not self._staged:
             return
         staged, self._staged, self._waiting = self._staged, [], 0
-        self.version += 1
         for writer, data in staged:
             if writer != self._writer:
-                end_trajectories(self.storage)
+                _end_trajectories(self.storage)
             self._writer = writer
             self.buffer.extend(data)
 
@@ -273,3 +328,36 @@ def named(layout: RowLayout) -> bytes:
 @lru_cache(maxsize=64)
 def layout_named(name: bytes) -> RowLayout:
     return RowLayout.from_state(pickle.loads(name))
+
+
+def _end_trajectories(storage: PackedStorage) -> None:
+    """End all open trajectories, so that the rows written next do not continue them."""
+    if storage.episodes is not None:
+        storage.episodes.end()
+
+
+def _extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int, last: int) -> None:
+    """Write rows of dumps, and their priorities, to a buffer: time steps ``first`` to ``last`` of all in order."""
+    for folder, steps in dumps:
+        low, high = max(first, 0), min(last, steps)
+        first, last = first - steps, last - steps
+        if low >= high:
+            continue
+        found = open_checkpoint(folder)
+        source, state = found.storage, innermost_state(found.sampler)
+        if source is None or int(source.ring.count[0]) != steps:
+            raise CheckpointError(f"{folder} does not hold the {steps} time steps that the manifest says")
+        ring, prioritized = source.ring, buffer._initialize().prioritized
+        if prioritized is not None:
+            prioritized.alpha = state["alpha"]
+        _end_trajectories(buffer.storage)
+        slots = (torch.arange(low, high, device="cpu") + int(ring.tail[0])) % ring.steps
+        for part in slots.split(max(1, _AT_ONCE // (source.row_bytes * ring.lanes))):
+            rows = source.get(part)
+            index = buffer.extend(rows if source.ndim == 1 else rows.transpose(0, 1), update_priority=False)
+            if prioritized is not None:
+                cells = (part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")).flatten()
+                magnitude = state["priorities"]["magnitude"][cells]
+                prioritized.priorities.assign(index, magnitude, buffer.storage, counts=False)
+        if prioritized is not None:
+            prioritized.priorities.largest = max(prioritized.priorities.largest, float(state["largest"]))

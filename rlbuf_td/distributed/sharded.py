@@ -10,23 +10,65 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.checkpoint.files import new_folder
+from rlbuf_td.checkpoint import CheckpointError, load_state, save_state
+from rlbuf_td.checkpoint.files import delete_others, is_folder, new_folder
 from rlbuf_td.distributed.client import Client
-from rlbuf_td.distributed.dumps import Manifest, newest_dump, shard_name
-from rlbuf_td.distributed.shard import Shard
-from rlbuf_td.distributed.spec import Spec
+from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.storages.checks import whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
-_SHOWN = "rows", "waiting", "mass", "inserts", "stale_updates", "drifted"  # of a shard's report, in `health`
+_SHOWN = "rows", "waiting", "mass", "inserts", "stale_updates"  # of a shard's report, in `health`
 _POLL = 0.002  # seconds between two questions whether flow control admits a call
+_KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # of the manifest of a dump
+
+
+class Manifest(NamedTuple):
+    """Which dumps of shards belong together: the last complete dump in a folder."""
+
+    dump: str  # the subfolder, with a folder for each shard
+    steps: list[int]  # the number of time steps of each shard
+    lanes: int
+    flow: dict[str, Any] | None  # the state of flow control
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Return the manifest in the folder ``path``; raise a CheckpointError if there is none."""
+        found = load_state(path / _FOLDER, _KIND)
+        try:
+            manifest = cls(**found)
+            counts = manifest.lanes, *manifest.steps
+            fits = is_folder(manifest.dump) and all(type(number) is int and number >= 0 for number in counts)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise CheckpointError(f"{path} does not say which dumps of shards belong together: {found}")
+        return manifest
+
+    @classmethod
+    def last(cls, path: Path) -> Manifest | None:
+        try:
+            return cls.read(path)
+        except CheckpointError:
+            return None
+
+    def folders(self, path: Path) -> list[str]:
+        return [str(path / self.dump / name) for name in _names(len(self.steps))]
+
+
+def _names(shards: int) -> list[str]:
+    return [f"shard-{place:04d}" for place in range(shards)]
+
+
+def newest_dump(path: Path, place: int, shards: int) -> str | None:
+    """Return the folder of one shard in the last complete dump of ``shards`` shards, or None if there is none."""
+    manifest = Manifest.last(path)
+    return None if manifest is None or len(manifest.steps) != shards else manifest.folders(path)[place]
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
@@ -47,7 +89,7 @@ class ShardedReplayBuffer(Client):
     shard until its next draw is done: with one learner, the probabilities are exact even while collectors write. A
     shard stores new rows at once if they would fill more than a quarter of its capacity, or if it got no request for
     10 s. In these cases, and with several learners, priorities may have changed since the shard's last report to a
-    learner. The importance weights correct for this, and :meth:`health` counts the affected rows as ``drifted``.
+    learner. The importance weights correct for this.
 
     A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
     trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories
@@ -153,7 +195,7 @@ class ShardedReplayBuffer(Client):
         Returns:
             ``"shards"``: a list of one dict per shard, with ``alive`` and ``lost_rows``; the dict of a live shard also
             has ``rows`` (stored), ``waiting`` (rows received but not yet stored), ``mass`` (the sum of ``p^alpha``),
-            ``inserts`` (rows received), ``stale_updates`` (skipped TD errors) and ``drifted``.
+            ``inserts`` (rows received) and ``stale_updates`` (skipped TD errors).
             ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: how often a draw was repeated
             because a shard had been lost or emptied. ``"stale_updates"``: number of all skipped TD errors. ``"flow"``:
             counters of flow control, if it is used.
@@ -199,17 +241,18 @@ class ShardedReplayBuffer(Client):
         """
         path = self._folder(path)
         self.synchronize()
-        shards, last = range(len(self.links.handles)), Manifest.last(path)
-        folder = new_folder(path, "shards", last and last.dump, [*map(shard_name, shards)])
+        names, last = _names(len(self.links.handles)), Manifest.last(path)
+        folder = new_folder(path, _FOLDER, last and last.dump, names)
         flow = self._ask_flow("state_dict")
-        found = self.links.finish(
-            self.links.start("dump", {place: (str(folder / shard_name(place)),) for place in shards}), _LONG
-        )
-        if len(found) < len(shards):
-            raise CheckpointError(f"shards {sorted(set(shards) - found.keys())} are lost: the dump is not complete")
+        given = {place: (str(folder / name),) for place, name in enumerate(names)}
+        found = self.links.finish(self.links.start("dump", given), _LONG)
+        if len(found) < len(names):
+            raise CheckpointError(f"shards {sorted(given.keys() - found.keys())} are lost: the dump is not complete")
         self.links.ask("report")
-        steps, lanes = zip(*(found[place] for place in shards), strict=True)
-        Manifest(folder.name, [*steps], max(lanes), flow).commit(path)
+        steps, lanes = zip(*(found[place] for place in given), strict=True)
+        # This makes the new dump the valid one.
+        save_state(path / _FOLDER, _KIND, Manifest(folder.name, [*steps], max(lanes), flow)._asdict())
+        delete_others(folder)
 
     def loads(self, path: str | Path | None = None) -> None:
         """Replace all rows and priorities by those of a dump, and the counts of flow control.
@@ -251,8 +294,7 @@ class ShardedReplayBuffer(Client):
     def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
         """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError if it has too little room."""
         count, total = len(self.links.handles), sum(manifest.steps)
-        folder = path / manifest.dump
-        dumps = [(str(folder / shard_name(place)), steps) for place, steps in enumerate(manifest.steps)]
+        dumps = [*zip(manifest.folders(path), manifest.steps, strict=True)]
         if len(dumps) == count:
             return {place: ([dump],) for place, dump in enumerate(dumps)}
         bounds = [*pairwise(round(place * total / count) for place in range(count + 1))]

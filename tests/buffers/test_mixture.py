@@ -284,7 +284,7 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
         if when == "before the last member":
             patched.setattr(mixed["online"], "dumps", lambda *_: 1 / 0)
         else:
-            patched.setattr("rlbuf_td.buffers.mixture.write_state", lambda *_: 1 / 0)
+            patched.setattr(mixed, "_own_state", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             mixed.dumps(tmp_path)
     other.loads(tmp_path)

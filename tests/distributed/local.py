@@ -18,9 +18,8 @@ from ray.exceptions import ActorUnavailableError
 from rlbuf_td import ReplayBuffer
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.distributed.client import Client
-from rlbuf_td.distributed.shard import Shard
+from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.distributed.sharded import Limiter, ShardedReplayBuffer
-from rlbuf_td.distributed.spec import Spec
 
 _METHODS = "report", "answer", "write", "empty", "dump", "prepare", "accept", "discard"
 

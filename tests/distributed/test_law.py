@@ -39,7 +39,6 @@ def fill(world: World, count: int) -> int:
         shard = world.shards[place]
         if shard._prioritized is not None:
             shard.buffer.update_priority(torch.arange(number), (1.0 + place) * torch.rand(number) ** 3)
-            shard.version += 1
         first += number
     return first
 
@@ -114,7 +113,6 @@ def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypat
     expected = expected / expected.sum()
     assert power(expected[written].numpy(), 200 * size, bias=0.02) > 0.95
     assert_follows(counts, expected)
-    assert sum(shard.report().drifted for shard in world.shards) == 0
     assert int((counts[120:seen] > 0).sum()) > 20
 
 
@@ -134,7 +132,6 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
         stored = shard.storage[:]["id"]
         p[stored] = shares[place] * shard.buffer.sampler.rule.table.weight[: len(stored)] / now[place].mass
     batch = learner.sample(4_096)
-    assert sum(shard.report().drifted for shard in world.shards) == 4_096
     expected = (p[batch["id"]] / p.min()) ** -BETA
     torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-7)
 
