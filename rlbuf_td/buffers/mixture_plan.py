@@ -13,7 +13,6 @@ from torch import Tensor
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import CompiledPlan
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.diagnostics.health import LastDraw
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import refuse_disorder
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
@@ -169,9 +168,9 @@ class MixturePlan:
                 refuse_unwritten(part.rows, plan.storage)
             if not plan.is_stamped:
                 part.weight.fill_(1.0)
-            weight = slot.report[_WEIGHT] if plan.is_stamped else None
-            number = plan.ring.numbers[plan.ring.lanes]
-            member.last_draw = LastDraw(slot.report["index"], weight, number, slice(begin, end))
+            names = ("index", _WEIGHT) if plan.is_stamped else ("index",)
+            drawn_report = {name: slot.report[name] for name in names}
+            member._last_draw = drawn_report, plan.ring.numbers[plan.ring.lanes], slice(begin, end)
             return end, normalizer_of(member, {"index": part.rows, _WEIGHT: part.weight} if plan.is_stamped else None)
 
 

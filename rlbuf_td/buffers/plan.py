@@ -154,9 +154,11 @@ class CompiledPlan(Plan):
         self.draw_into = compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
         self.entries = [] if self.draw_into is None else self.innermost.drawn_entries
         self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.draw_rows
-        self.count, self.memories = count, {count: self._memory_of(reading, count)}
         #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
         self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
+        #: Whether a batch is complete as soon as rows have been drawn to its memory, and gathered.
+        self.is_direct = type(reading) is Reading and wrapper is None and self.draw_into is not None
+        self.count, self.memories = count, {count: self._memory_of(reading, count)}
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
@@ -175,9 +177,14 @@ class CompiledPlan(Plan):
             slot, report = memory.slots.take(), memory.report
             flat = slot.report["index"] if memory.rows is None else memory.rows
             self.draw_into(self.storage, live, flat, report or slot.report, memory.scratch)
+        cells = live[0] if live[1] else self.without_holes(flat)
+        if self.is_direct:
+            if not memory.reading.fill(slot, flat, cells, 0, self.count):
+                refuse_unwritten(flat, self.storage)
+            return slot.batch, slot.report
         self.is_busy = True
         try:
-            if not memory.reading(memory.slots, slot, flat, flat, live[0] if live[1] else self.without_holes(flat)):
+            if not memory.reading(memory.slots, slot, flat, flat, cells):
                 refuse_unwritten(flat, self.storage)
         finally:
             self.is_busy = False
@@ -217,7 +224,7 @@ class CompiledPlan(Plan):
 
     def _memory_of(self, reading: Reading, count: int) -> _Memory:
         in_batch: list[Named] = [(name, (dtype, SCALAR)) for name, dtype in self.entries] if reading.window == 1 else []
-        slots = BatchSlots(reading.rows.layout, [*reading.named(), *in_batch], reading.size)
+        slots = BatchSlots(reading.rows.layout, [*reading.named(), *in_batch], reading.size, self.is_direct)
         rows = torch.zeros(count, dtype=torch.int64, device="cpu") if reading.lanes or reading.window > 1 else None
         apart = self.entries if reading.window > 1 else []
         report = {name: torch.zeros(count, dtype=dtype, device="cpu") for name, dtype in apart}

@@ -205,7 +205,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     ) -> None:
         self.parts: Parts = None  # type: ignore[assignment]  # until initialized
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
-        self.last_draw: LastDraw | None = None
+        self._last_draw: tuple[Any, ...] | None = None  # of a :class:`LastDraw`, which would take longer to make
         self.stale_updates = SharedCounter()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self.include_info, self.lane_key = include_info, optional_key(lane_key)
@@ -548,6 +548,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     # -- samples
 
+    @untraced("draws depend on numbers that no graph knows")
     def sample(
         self,
         batch_size: int | None = None,
@@ -750,7 +751,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             write = f"{type(self._writer).__name__} has no compiled write"
         return {"add, extend": write} | calls
 
-    @untraced("draws depend on numbers that no graph knows")
     def _draw(self, size: int, is_returned: bool = False) -> Sample:
         """Draw a batch; return it, untransformed, and the sampler's report.
 
@@ -761,13 +761,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if plan is None or not plan.holds():
                 plan = self._plan(size)
             batch, report = plan.sample(size)
-            index = report["index"]
-            self.last_draw = LastDraw(index, report.get("priority_weight"), plan.ring.numbers[plan.ring.lanes])
+            self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
             if is_returned:
                 counts = self.returned.values
                 counts[0] += 1
                 counts[1] += batch.batch_size[0]
         return batch, report
+
+    @property
+    def last_draw(self) -> LastDraw | None:
+        """The rows of the last batch, for :meth:`health`."""
+        return None if self._last_draw is None else LastDraw(*self._last_draw)
 
     def _plan(self, size: int) -> Plan:
         """Choose how batches of ``size`` rows are made."""
@@ -785,7 +789,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def _drawn(self, size: int) -> Sample:
         """Draw a batch; return it and the report in the shape and with the index that TorchRL's samplers give them."""
-        batch, report = self._draw(size)
+        batch, drawn = self._draw(size)
+        report = {**drawn}  # `_last_draw` keeps the other one
         index = report["index"]
         if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
             report["index"] = index.unbind(-1)

@@ -21,6 +21,7 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -39,18 +40,18 @@ from rlbuf_td.storages.indexing import Index, device_of, flat_rows, lanes_of, ro
 class LastDraw(NamedTuple):
     """The rows of a batch that belong to one buffer."""
 
-    batch_index: Any
-    batch_weight: torch.Tensor | None
+    report: Mapping[Any, Any]  # of the sampler
     written: int  # the serial of the next row of the first lane at the draw
     rows: slice = slice(None)  # those of a mixture's member
 
     @property
     def index(self) -> Any:
-        return self.batch_index[self.rows]
+        return self.report["index"][self.rows]
 
     @property
     def weight(self) -> torch.Tensor | None:
-        return None if self.batch_weight is None else self.batch_weight[self.rows]
+        weight = self.report.get("priority_weight")
+        return None if weight is None else weight[self.rows]
 
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}

@@ -43,9 +43,13 @@ class BatchSlot(NamedTuple):
 
 
 class BatchSlots:
-    """Allocates batches of ``size`` rows, several at a time; ``named`` are their entries besides the leaves."""
+    """Allocates batches of ``size`` rows, several at a time.
 
-    def __init__(self, layout: RowLayout, named: Sequence[Named], size: int) -> None:
+    ``named`` are their entries besides the leaves, which a batch has from the start if it ``is_complete``.
+    """
+
+    def __init__(self, layout: RowLayout, named: Sequence[Named], size: int, is_complete: bool = False) -> None:
+        self.is_complete = is_complete
         self.layout, self.names = layout, [name for name, _ in named]
         entries = [*((leaf.dtype, leaf.shape) for leaf in layout.leaves), *(entry for _, entry in named)]
         self.memory = BatchMemory(entries, size)
@@ -61,7 +65,8 @@ class BatchSlots:
     def _slot(self, targets: int) -> BatchSlot:
         tensors, count = self.memory.allocate(targets), len(self.layout.leaves)
         report = dict(zip(self.names, tensors[count:], strict=True))
-        return BatchSlot(targets, tensors[:count], self.layout.wrap(tensors, self.batch_size, _CPU, {}), report)
+        batch = self.layout.wrap(tensors, self.batch_size, _CPU, report if self.is_complete else {})
+        return BatchSlot(targets, tensors[:count], batch, report)
 
     def locate(self, slot: BatchSlot) -> None:
         """Store the addresses of a batch's tensors again: a function of the user may have moved or freed them."""
