@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
+from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code, record_of
 from rlbuf_td.kernels.wrappers import n_step_sums, windows
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
@@ -167,9 +167,6 @@ class _JoinedReading(Reading):
     """Gathers n-step transitions."""
 
     def __init__(self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
-        from rlbuf_td.kernels.batch import entries_cpu
-        from rlbuf_td.kernels.wrappers import cpu as kernels
-
         super().__init__(storage, size, is_stamped)
         leaves, reward = self.rows.layout.leaves, wrapper._reward_of(storage)
         kinds = [REWARD if leaf is reward else NEXT if leaf.key[0] == "next" else ROOT for leaf in leaves]
@@ -180,9 +177,9 @@ class _JoinedReading(Reading):
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
         self.joined_at, self.joined_bytes = self.joined.ctypes.data, self.joined.view(np.uint8).data
-        self.kernel = machine_code(kernels.n_step)
+        self.kernel = loop("wrappers.cpu", "n_step")
         if self.observations:
-            self.entry_kernel = machine_code(entries_cpu.read_joined_entries)
+            self.entry_kernel = loop("batch.entries_cpu", "read_joined_entries")
 
     def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
@@ -210,7 +207,7 @@ class _RevisedSteps(_JoinedReading):
         super().__init__(wrapper, storage, size, is_stamped)
         self.describe(np.column_stack((self.rows.layout.extents, self.columns)))  # of tensors, which have all leaves
         self.flags = self.targets_of(wrapper._trajectories(storage).end_keys())
-        self.list_steps = machine_code(kernels.list_steps)
+        self.list_steps = loop("wrappers.cpu", "list_steps")
         self.kernel = machine_code(kernels.join_steps, ends=self.flags)
         self._read_steps()
         self.entries = [*self.entries, *self.inner.entries]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from struct import Struct
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -18,8 +19,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlbuf_td.kernels.batch import BatchMemory, batch_record
-from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.kernels.batch import LeafMemory, batch_record
+from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.host_memory import Entry, HostTensors
 from rlbuf_td.kernels.threads import LARGE, all_parts
 from rlbuf_td.storages import PackedStorage
@@ -52,18 +53,23 @@ class BatchSlots:
         self.is_complete = is_complete
         self.layout, self.names = layout, [name for name, _ in named]
         entries = [*((leaf.dtype, leaf.shape) for leaf in layout.leaves), *(entry for _, entry in named)]
-        self.memory = BatchMemory(entries, size)
-        self.expected = HostTensors([(dtype, torch.Size([size, *shape])) for dtype, shape in entries])
+        tensors = [(dtype, torch.Size([size, *shape])) for dtype, shape in entries]
+        self.memory, self.expected = LeafMemory(tensors), HostTensors(tensors)
+        self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)  # addresses of the tensors of each batch
+        self.set_targets, self.address = Struct(f"{len(entries)}q").pack_into, self.targets.ctypes.data
         self.batch_size, self.ready = torch.Size([size]), cast("list[BatchSlot]", [])
 
     def take(self) -> BatchSlot:
         if not self.ready:
             with torch.inference_mode(False):  # a batch may outlive inference mode
-                self.ready = [self._slot(targets) for targets in self.memory.slots]
+                self.ready = [self._slot(place) for place in range(len(self.targets))]
         return self.ready.pop()
 
-    def _slot(self, targets: int) -> BatchSlot:
-        tensors, count = self.memory.allocate(targets), len(self.layout.leaves)
+    def _slot(self, place: int) -> BatchSlot:
+        # Not views of one tensor: changing a view in place would break autograd for the other views.
+        tensors, count = self.memory.allocate(), len(self.layout.leaves)
+        targets = self.address + place * self.targets.strides[0]
+        self._locate(targets, map(Tensor.data_ptr, tensors))
         report = dict(zip(self.names, tensors[count:], strict=True))
         batch = self.layout.wrap(tensors, self.batch_size, _CPU, report if self.is_complete else {})
         return BatchSlot(targets, tensors[:count], batch, report)
@@ -73,7 +79,11 @@ class BatchSlots:
         found = self.expected.addresses([*slot.leaves, *slot.report.values()])
         if found is None:
             raise RuntimeError("reward_fn or terminated_fn has resized or freed tensors of its batch: pass it a copy")
-        self.memory.set_targets(slot.targets, found)
+        self._locate(slot.targets, found)
+
+    def _locate(self, targets: int, addresses: Iterable[int]) -> None:
+        """Store the addresses of a batch's tensors at ``targets``."""
+        self.set_targets(self.targets.data, targets - self.address, *addresses)
 
 
 class Reading:
@@ -89,15 +99,13 @@ class Reading:
     window = 1  # the rows of a batch per drawn row
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
-        from rlbuf_td.kernels.batch import cpu, entries_cpu
-
         self.storage, self.rows, self.size, self.is_stamped = storage, storage.all_rows(), size, is_stamped
         self.lanes = self.rows.lanes.numel() if self.rows.lanes else 0
         self.index: Entry = torch.int64, torch.Size([2] if self.lanes else [])
-        self.kernel = machine_code(cpu.gather_rows)
+        self.kernel = loop("batch.cpu", "gather_rows")
         self.observations = self.rows.entries.address if isinstance(self.rows, DedupRows) else 0  # stored once
         if self.observations:
-            self.entry_kernel = machine_code(entries_cpu.read_entries)
+            self.entry_kernel = loop("batch.entries_cpu", "read_entries")
         self.describe(self.rows.extents)
 
     def describe(self, extents: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_of, loop, machine_code, record_of
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_of, loop, record_of
 from rlbuf_td.kernels.wrappers import reduced
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
@@ -459,8 +459,6 @@ class _WindowReading(Reading):
     def __init__(
         self, wrapper: SequenceSampler, storage: PackedStorage, count: int, is_stamped: bool, inner: Reading
     ) -> None:
-        from rlbuf_td.kernels.wrappers import cpu as kernels
-
         super().__init__(storage, count * wrapper.window, is_stamped)
         self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
         #: ``[B]`` int64, where the rows of windows with coordinates are listed; others are listed in the index.
@@ -479,7 +477,7 @@ class _WindowReading(Reading):
         memory = {"flags": self.flags.ctypes.data, "bounds": self.bounds.ctypes.data}
         self.windows = record_of(WINDOWS, **shape, **kind, **memory, **targets)
         self.windows_at = self.windows.ctypes.data
-        self.expand, self.mark_ends = machine_code(kernels.expand), machine_code(kernels.mark_ends)
+        self.expand, self.mark_ends = loop("wrappers.cpu", "expand"), loop("wrappers.cpu", "mark_ends")
 
     def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""

@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, machine_code, record_of
+from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, addresses_of
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
@@ -134,7 +134,7 @@ class CompiledWrites(WritePlan):
             write_entries=0 if self.entries is None else write_cpu.write_entries.address,
             enter=0 if entry_loop is None else entry_loop.address,
         )
-        self.address, self.kernel = self.ring_record.ctypes.data, machine_code(write_cpu.write)
+        self.address, self.kernel = self.ring_record.ctypes.data, loop("batch.write_cpu", "write")
         self.lock = Lock()
 
     def write(

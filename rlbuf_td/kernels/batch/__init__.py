@@ -4,22 +4,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from struct import Struct
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS
 from rlbuf_td.kernels.dispatch import loop, record_of
-from rlbuf_td.kernels.host_memory import Entry, address_of, advise_huge_pages
+from rlbuf_td.kernels.host_memory import address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import all_parts
 
-__all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
+__all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "LeafMemory", "batch_record", "gather_leaves"]
 
 
 def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int) -> np.ndarray:
@@ -38,37 +36,6 @@ def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int)
     fields |= {"rows": matrix.data_ptr(), "row_bytes": row_bytes, "leaves": len(extents)}
     fields |= {"count": count, "extents": extents.ctypes.data}
     return record_of(BATCH, **fields)
-
-
-class BatchMemory:
-    """Allocates the tensors of batches, and stores their addresses where kernels read them.
-
-    Args:
-        entries: for each tensor of a batch, its dtype and its shape per row.
-        count: rows per batch.
-    """
-
-    __slots__ = ("_memory", "_pack", "_targets", "slots")
-
-    def __init__(self, entries: Sequence[Entry], count: int) -> None:
-        self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
-        self._targets = np.empty((self._memory.ahead, len(entries)), np.int64)
-        #: Addresses of arrays; each array is for the addresses of one batch's tensors. One allocation fills all slots.
-        self.slots = [
-            self._targets.ctypes.data + place * self._targets.strides[0] for place in range(len(self._targets))
-        ]
-        self._pack = Struct(f"{len(entries)}q").pack_into
-
-    def allocate(self, slot: int) -> list[Tensor]:
-        """Return uninitialised tensors for a batch, and write their addresses to the array at address ``slot``."""
-        # Not views of one tensor: changing a view in place would break autograd for the other views.
-        tensors = self._memory.allocate()
-        self.set_targets(slot, map(Tensor.data_ptr, tensors))
-        return tensors
-
-    def set_targets(self, slot: int, addresses: Iterable[int]) -> None:
-        """Write the addresses of a batch's tensors to the array at address ``slot``."""
-        self._pack(self._targets.data, slot - self.slots[0], *addresses)
 
 
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
