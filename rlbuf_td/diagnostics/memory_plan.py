@@ -65,10 +65,6 @@ class MemoryPlan:
         return self.rows + self.priorities + self.trajectories
 
     @property
-    def largest_key(self) -> str:
-        return self.leaves[0].name
-
-    @property
     def fits(self) -> bool:
         """Whether the buffer fits into the free memory; true if the free memory is unknown."""
         return all(room.free is None or need <= room.free for room, need in self._needs)
@@ -101,9 +97,8 @@ class MemoryPlan:
         """The bytes that the buffer needs in each memory."""
         if self.place.place == self.memory.place:
             return [(self.place, self.total)]
-        rows = (
-            self.total if self.place.place == shared_rows().place else self.rows
-        )  # priorities are in this memory, too
+        in_both = self.place.place == shared_rows().place  # priorities are in this memory, too
+        rows = self.total if in_both else self.rows
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
@@ -123,7 +118,7 @@ class MemoryPlan:
         text = StringIO()
         Console(file=text, width=80, color_system=None, force_jupyter=False).print(table)
         lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
-        lines += [*map(str.rstrip, text.getvalue().splitlines()), "", f"  largest key: {self.largest_key}", ""]
+        lines += [*map(str.rstrip, text.getvalue().splitlines()), ""]
         lines.append(f"{self.place.words()}: {'fits' if self.fits else 'does not fit'}")
         if not self.fits:
             lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]

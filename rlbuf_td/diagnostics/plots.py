@@ -26,7 +26,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
 from rlbuf_td.diagnostics.health import ages, health, priorities, probabilities
 from rlbuf_td.functional import explained_variance
-from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, lanes_of, refuse_unwritten, row_count
+from rlbuf_td.storages.indexing import coordinates, flat_rows, lanes_of, row_count
 from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -59,10 +59,6 @@ def _panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> 
     """Return a figure and its panels, row by row; ``height`` is the height of a row in inches."""
     figure = _Picture(figsize=(WIDTH, rows * height + 0.35))
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
-
-
-def _in_percent(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def _numbers_of(x: torch.Tensor) -> np.ndarray:
@@ -116,7 +112,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name)
     axes[-1].set(ylim=(-0.04, 1.04), xlabel="environment steps", ylabel="share of\nepisodes")
-    _in_percent(axes[-1])
+    axes[-1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes[-1].legend(loc="best")
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     figure.suptitle(f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
@@ -206,19 +202,15 @@ def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Seque
         >>> plot_trajectory(rb, 4).get_suptitle()
         'row 4: trajectory of 15 steps, finished'
     """
-    storage = rb.storage
-    trajectories, lanes = TrajectoryIndex.of(storage), lanes_of(storage).numel()
-    index: Any = torch.as_tensor([row], device="cpu")
-    index = index.unbind(-1) if isinstance(row, Sequence) else index
-    flat = int(flat_rows(index, storage, device_of(storage)))
+    storage, trajectories = rb.storage, TrajectoryIndex.of(rb.storage)
+    lanes, index = lanes_of(storage).numel(), torch.as_tensor([row], device="cpu")
+    flat = int(flat_rows(index.unbind(-1) if isinstance(row, Sequence) else index, storage, storage.device))
     if not 0 <= flat < len(storage):
         raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
-    at = torch.tensor([flat], device=device_of(storage))
-    refuse_unwritten(at, storage)
-    back, ahead, ended = (int(x) for x in trajectories.reach(at))
-    steps, capacity = np.arange(-back, ahead + 1), storage.max_size // lanes
-    cells = (flat // lanes + torch.arange(-back, ahead + 1, device="cpu")) % capacity * lanes + flat % lanes
-    data = rb.storage.get(coordinates(cells.to(at.device), storage))
+    back, ahead, ended = (int(x) for x in trajectories.reach(torch.tensor([flat], device=storage.device)))
+    steps = np.arange(-back, ahead + 1)
+    cells = (flat // lanes + torch.from_numpy(steps)) % (storage.max_size // lanes) * lanes + flat % lanes
+    data = storage.get(coordinates(cells.to(storage.device), storage))
     chosen = _default_keys(data) if keys is None else [*map(nested_key, keys)]
     figure, axes = _panels(len(chosen), 1, 1.15, sharex=True)
     for key, each in zip(chosen, axes, strict=True):
@@ -293,13 +285,8 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     """
     if hasattr(rb, "members"):
         raise TypeError("a mixture has no plot of its own: plot a member, mixture['name']")
-    last, storage, sampler, draws = (
-        getattr(rb, "last_draw", None),
-        rb.storage,
-        rb.sampler,
-        list[Callable[[Axes], None]](),
-    )
-    report = health(storage, sampler, rb.writer, last)
+    last, storage, sampler = getattr(rb, "last_draw", None), rb.storage, rb.sampler
+    report, draws = health(storage, sampler, rb.writer, last), list[Callable[[Axes], None]]()
     if last is not None and (age := ages(storage, rb.writer, last)) is not None:
         draws.append(partial(_draw_ages, age=_numbers_of(age), steps=len(storage) // lanes_of(storage).numel()))
     if last is not None and last.weight is not None:
@@ -344,7 +331,7 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     axes.annotate(f"top 1%: {top:.0%}", (0.01, top), **place)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
-    _in_percent(axes)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set(title="concentration of draws\n(dashed: uniform)", xlabel="most probable rows", ylabel="share of draws")
 
 
@@ -358,5 +345,5 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
         axes.set_xscale("log")
     zeros = 1 - len(positive) / len(magnitude)
     words = f"line: median {np.median(magnitude):.2g}" + (f"; zero: {zeros:.1%}" if zeros else "")
-    _in_percent(axes)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set(title=f"TD errors\n({words})", xlabel="magnitude", ylabel="rows")

@@ -16,12 +16,11 @@ from rlbuf_td.storages.schema import show_key
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
-_STEPS = 2  # consecutive rows of a trajectory that an unknown sampler may need
 #: The codes of all findings, the most serious first.
 CODES = tuple(FAULTS)
 
 
-def check(source: object, *, env: object = None, space: object = None, ignore: str | Sequence[str] = ()) -> Report:
+def check(source: object, *, space: object = None, ignore: str | Sequence[str] = ()) -> Report:
     """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
     The most important fault: within a trajectory, a row's next observation differs from the following row's
@@ -30,18 +29,17 @@ def check(source: object, *, env: object = None, space: object = None, ignore: s
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
             ``[T, E]`` in time order; or the folder of a dump of :meth:`ReplayBuffer.dumps`.
-        env: the name of a Gymnasium environment, or an environment. Observations outside the bounds of its Box spaces
-            are reported.
-        space: instead of ``env``, a Gymnasium space or a TorchRL spec of the observations.
+        space: a Gymnasium space or a TorchRL spec of the observations, an environment, or the name of one of Gymnasium.
+            Observations outside the bounds of its Box spaces are reported.
         ignore: codes of findings to omit; ``rlbuf_td.diagnostics.doctor.CODES`` lists all codes.
 
     Returns:
         A report of the findings, the most serious first. ``report.healthy`` is true if there are no findings.
 
     Raises:
-        TypeError: ``source``, ``env`` or ``space`` has an unsupported type.
-        ValueError: ``env`` and ``space`` are both given, there is no environment of this name, the buffer is empty,
-            ``ignore`` contains an unknown code, or the dump cannot be read (a CheckpointError).
+        TypeError: ``source`` or ``space`` has an unsupported type.
+        ValueError: there is no environment of this name, the buffer is empty, ``ignore`` contains an unknown code, or
+            the dump cannot be read (a CheckpointError).
 
     Cost: one pass over the rows, about a second for a million rows of 167 bytes. Memory: 40 bytes per row.
 
@@ -61,15 +59,11 @@ def check(source: object, *, env: object = None, space: object = None, ignore: s
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     if not ignored <= set(CODES):
         raise ValueError(f"there is no finding {', '.join(sorted(ignored - set(CODES)))}; there are {', '.join(CODES)}")
-    if env is not None and space is not None:
-        raise ValueError("pass env or space, not both: the observation space of env has the bounds")
-    space = _space(env) if isinstance(env, str) else env if space is None else space
-    bounds = {} if space is None else bounds_of(space)
-    storage, sampler, writer = open_source(source)
+    bounds = {} if space is None else bounds_of(_space(space) if isinstance(space, str) else space)
+    storage, writer = open_source(source)
     with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
         record = Record(storage, writer, bounds)
-        needed = _STEPS if sampler is None else getattr(sampler, "steps_needed", 1)
-        found = [*order_findings(record, needed), *_value_findings(record)]
+        found = [*order_findings(record), *_value_findings(record)]
     found = sorted((each for each in found if each.code not in ignored), key=lambda each: CODES.index(each.code))
     return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
 
@@ -77,7 +71,7 @@ def check(source: object, *, env: object = None, space: object = None, ignore: s
 def main(options: argparse.Namespace) -> int:
     """Print the report of a saved buffer; return 0 without findings, 1 with findings, 2 after an error."""
     try:
-        report = check(options.path, env=options.env, ignore=options.ignore)
+        report = check(options.path, space=options.env, ignore=options.ignore)
     except (OSError, ValueError, TypeError) as error:
         print(f"cannot examine {options.path}: {error}", file=sys.stderr)
         return 2

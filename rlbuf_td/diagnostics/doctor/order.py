@@ -14,16 +14,14 @@ from torch import Tensor
 
 from rlbuf_td.diagnostics.doctor.record import Record
 from rlbuf_td.diagnostics.doctor.report import Finding
-from rlbuf_td.storages.episodes import StoredSegments
 
 _SAMPLED = 256  # rows that suffice to identify the kind of a fault
-_FEW = 32  # fewer rows may all be of one kind by chance
 _LONG = 10_000  # time steps: this many without an end are a finding
 _SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no finding
 
 
-def order_findings(record: Record, needed: int) -> Iterator[Finding]:
-    """Yield the faults in the order of rows; the sampler needs ``needed`` consecutive rows of a trajectory."""
+def order_findings(record: Record) -> Iterator[Finding]:
+    """Yield the faults in the order of rows."""
     flags, fault = record.flags, None
     ended = torch.stack([torch.zeros_like(record.cut), *flags.values()]).any(0)
     if record.knows_ends and not record.observed:
@@ -43,20 +41,11 @@ def order_findings(record: Record, needed: int) -> Iterator[Finding]:
                 yield record.finding(f"{name}-without-done", lacking, int(flag.sum()), ("next", name), name=name)
     if record.knows_ends and fault is None:
         yield from _ends(record, ended)
-    if record.knows_ends and record.ids is not None:
-        broken = record.ends & ~ended
-        counts = int(record.cut.sum()), int(broken.sum()), record.ids.unique().numel()
-        segments = StoredSegments(record.rows, *counts, bool(flags))
-        if segments.are_interleaved(needed):
-            yield record.finding("trajectories-interleaved", broken, record.rows, mean=segments.mean)
 
 
 def _ends(record: Record, ended: Tensor) -> Iterator[Finding]:
     """Yield the faults at the ends of trajectories; ``ended``: an end flag is set."""
-    if bool(ended.all()) and record.rows >= _FEW:
-        yield record.finding("done-always", ended, record.rows)
-        return
-    one_step, never = _one_step_rows(record, ended), not bool(ended.any())
+    never = not bool(ended.any())
     broken = record.inside & record.apart & ~ended
     if bool(broken.any()):
         yield _broken(record, broken, never=never)
@@ -66,12 +55,7 @@ def _ends(record: Record, ended: Tensor) -> Iterator[Finding]:
     elif never and record.shape[0] >= _LONG:
         yield record.finding("done-never", None, record.rows, seen=f"No trajectory ends in {record.shape[0]:,} steps.")
     if bool(record.unbroken.any()) and _is_no_chance(record):
-        yield _not_reset(record, one_step)
-        return
-    count = int(one_step.sum())
-    trajectories = int(record.ends.sum()) if record.ids is None else record.ids.unique().numel()
-    if count >= _FEW and count >= 0.9 * trajectories:  # in short games, half of the trajectories may have one step
-        yield record.finding("one-step-trajectories", one_step, trajectories)
+        yield _not_reset(record)
 
 
 def _spread(where: Tensor) -> Tensor:
@@ -143,13 +127,11 @@ def _is_no_chance(record: Record) -> bool:
     return 100 * (record.rows - len(record.here.unique())) < record.rows
 
 
-def _not_reset(record: Record, one_step: Tensor) -> Finding:
+def _not_reset(record: Record) -> Finding:
     """Return the finding about trajectory ends whose next observation equals the following row's observation."""
     where, of = record.unbroken, int(record.ends.sum())
     here, after = _jumps(record, where)
     if not max(here, after):
-        if 2 * int((where & (one_step | one_step.roll(-1))).sum()) >= int(where.sum()):
-            return record.finding("one-step-trajectories", one_step & (where | where.roll(1)), of)
         return record.finding("done-without-reset", where, of)
     if here >= after:
         return record.finding("final-observation-lost", where, of, jump=here)
@@ -182,12 +164,3 @@ def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
     limit = usually.quantile(0.9 if len(rows) >= 4 else 0.99)
     here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in others)
     return here, after
-
-
-def _one_step_rows(record: Record, ended: Tensor) -> Tensor:
-    """Return whether each row is a trajectory of one step; false for the oldest row of a lane without ids."""
-    alone = ended & ended.roll(1) & record.paired.roll(1)
-    if record.ids is not None:  # rows of several lanes may alternate: count all rows with the id
-        _, inverse, counts = record.ids.unique(return_inverse=True, return_counts=True)
-        alone |= (counts == 1)[inverse] & record.paired
-    return alone

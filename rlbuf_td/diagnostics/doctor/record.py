@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite, ImmutableDatasetWriter, TensorStorage
-from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Sampler, Storage, Writer
+from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Storage, Writer
 
 from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
@@ -148,9 +148,8 @@ class Record:
         cells = self.cells[:0] if where is None else self.cells[where].sort().values
         places = zip(*(x.tolist() for x in np.unravel_index(cells[:_NAMED].numpy(), self.shape)), strict=True)
         rows = tuple(place if len(place) > 1 else place[0] for place in places)
-        fault, words = FAULTS[code], {"key": None if key is None else show_key(key), **words}
-        count = of if where is None else len(cells)
-        return Finding(code, key, rows, count, of, fault.explanation.format(**words), fault.remedy.format(**words))
+        explanation, remedy = (text.format(key=key and show_key(key), **words) for text in FAULTS[code])
+        return Finding(code, key, rows, of if where is None else len(cells), of, explanation, remedy)
 
 
 def _cells_by_age(storage: Storage, steps: int, lanes: int, capacity: int) -> tuple[Tensor, np.ndarray]:
@@ -178,21 +177,21 @@ def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
     return result
 
 
-def open_source(source: object) -> tuple[Storage, Sampler | None, Writer | None]:
-    """Return the storage of a source, and its sampler and writer, if it has them."""
+def open_source(source: object) -> tuple[Storage, Writer | None]:
+    """Return the storage of a source, and its writer, if it has one."""
     if isinstance(source, str | PathLike):
         found = open_checkpoint(Path(source)).storage
         if found is None:
             raise ValueError(f"{source} holds no rows")
-        return found, None, None
+        return found, None
     if isinstance(source, ReplayBuffer):
-        return source.storage, source.sampler, source.writer
+        return source.storage, source.writer
     if isinstance(source, Storage):
-        return source, None, None
+        return source, None
     if isinstance(source, TensorDictBase):
         storage = TensorStorage(source, ndim=max(1, source.ndim))
         torchrl_parts.set_length(storage, source.numel())  # TorchRL counts time steps until the storage is first used
-        return storage, None, None
+        return storage, None
     accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
     raise TypeError(f"the doctor reads {accepted}, not a {type(source).__name__}")
 
@@ -222,7 +221,7 @@ def bounds_of(source: object) -> dict[Key, Interval]:
             source = getattr(source, name)
             break
     if not is_space(source):
-        accepted = "a Gymnasium space, a TorchRL spec of observations, or an environment of either"
+        accepted = "a Gymnasium space, a TorchRL spec of observations, an environment, or a name of Gymnasium's"
         raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
     has_keys = isinstance(source, Composite) or isinstance(getattr(source, "spaces", None), Mapping)
     return dict(_intervals(source, () if has_keys else (OBSERVATION,)))

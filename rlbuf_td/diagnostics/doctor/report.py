@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from rlbuf_td.storages.schema import show_key
 
@@ -77,94 +77,73 @@ class Report:
         return "\n\n".join(parts)
 
 
-class Fault(NamedTuple):
-    """The texts for a kind of fault."""
-
-    explanation: str
-    remedy: str
-
-
 _JUMPS = "The next observation differs from the observation of the following row, although no trajectory ends here."
 _ENDS = "The trajectory ends here, but the next observation equals the observation of the following row"
 _DONE = "store done = terminated | truncated"
 _FLAG_WITHOUT_DONE = "{name} is set, but done is not (share of the rows with {name}): samplers read on past the end."
 
-#: The faults by code, the most serious first.
-FAULTS = {
-    "lanes-mixed": Fault(
+#: The explanation of each fault, and its remedy, by code, the most serious first.
+FAULTS: dict[str, tuple[str, str]] = {
+    "lanes-mixed": (
         _JUMPS + " {place}: rows are not in time order, or environments alternate within a lane.",
         "store each environment in a lane of its own, PackedStorage(..., ndim=2), and extend with batches [E, T], as "
         "collectors return them (or [T, E] with dim_extend=0); let NStepSampler compute n-step returns.",
     ),
-    "observation-reused": Fault(
+    "observation-reused": (
         "The next observation equals the observation of the same row, and differs from that of the following row: the "
         "environment, or a wrapper, writes all observations to one array, so that a step changes the observation that "
         "was kept from before.",
         "keep a copy, obs = obs.copy(), before each env.step(action); GymnasiumRecorder and TorchRL's GymEnv do so.",
     ),
-    "next-observation-differs": Fault(
+    "next-observation-differs": (
         _JUMPS + " No other row has this observation either.",
         "store rows in time order, with each environment in a lane of its own; store both observations as the "
         "environment returned them (not one of them normalised, or n steps ahead).",
     ),
-    "reset-without-done": Fault(
+    "reset-without-done": (
         _JUMPS + " No other row has this observation: probably the environment was reset here (or the loop was "
         "stopped), and done is not set. The trajectory then continues across the reset.",
         _DONE + ": a time limit also ends a trajectory. If you call reset yourself, set ('next', 'truncated') in the "
         "last row, or store ('collector', 'traj_ids').",
     ),
-    "done-shifted": Fault(
+    "done-shifted": (
         "done is set one step too {late}: the sequence of observations breaks one step {before} these rows, not at "
         "them. A learner then bootstraps from the first observation of another trajectory.",
         "store with each transition the done flag that this step returned: ('next', 'done') belongs to "
         "('next', 'observation'), not to 'observation'.",
     ),
-    "final-observation-lost": Fault(
+    "final-observation-lost": (
         _ENDS + ". It is {jump:.1f} times as far from this row's observation as usual: the reset returned it. The true "
         "final observation is lost, and a truncated step bootstraps from the wrong one.",
         "store infos['final_obs'] of Gymnasium's same-step autoreset as the next observation, or let "
         "GymnasiumRecorder or TorchRL's collectors write the rows.",
     ),
-    "reset-row-stored": Fault(
+    "reset-row-stored": (
         "The trajectory ended one row before, but these rows begin with its final observation, and their next "
         "observation is {jump:.1f} times as far away as usual: they are resets of Gymnasium's next-step autoreset, "
         "whose action has no effect, and not transitions.",
         "do not store the step that follows an end; GymnasiumRecorder omits it.",
     ),
-    "done-without-reset": Fault(
+    "done-without-reset": (
         _ENDS + ", and is as near to this row's as usual: the environment was not reset, so there was no end.",
-        "store done as the environment's step returned it; a trajectory id must not change within a trajectory.",
+        "store done as the environment's step returned it, and not another library's mask (1 - done); a trajectory id "
+        "must not change within a trajectory.",
     ),
-    "terminated-without-done": Fault(_FLAG_WITHOUT_DONE, _DONE + "."),
-    "truncated-without-done": Fault(_FLAG_WITHOUT_DONE, _DONE + "."),
-    "done-never": Fault(
+    "terminated-without-done": (_FLAG_WITHOUT_DONE, _DONE + "."),
+    "truncated-without-done": (_FLAG_WITHOUT_DONE, _DONE + "."),
+    "done-never": (
         "{seen} Values are then bootstrapped across every end. This is right only for tasks that never end.",
         _DONE + " as the environment's step returns them.",
     ),
-    "done-always": Fault(
-        "done is set in every row, so no value is ever bootstrapped. This is right only for bandits.",
-        "store the flag of each step; check that it is not the mask of another library (1 - done, or 'discount').",
-    ),
-    "one-step-trajectories": Fault(
-        "These trajectories have a single step (share of all finished trajectories). This is right for bandits; "
-        "elsewhere done is set twice, an id changes with each row, or the environment is reset after each step.",
-        "set done in the last row of a trajectory only, and keep its id from the first row to the last.",
-    ),
-    "trajectories-interleaved": Fault(
-        "Trajectories are stored in stretches of {mean:.1f} rows on average, and rows of other trajectories follow "
-        "these rows. n-step returns, sequences and hindsight goals end with a stretch; draws of single rows are right.",
-        "store each environment in a lane of its own: PackedStorage(..., ndim=2), and extend with batches [E, T]; or "
-        "write more steps of one trajectory at a time.",
-    ),
-    "not-finite": Fault(
+    "not-finite": (
         "{key} is NaN or infinite there. One such row in a batch makes the loss NaN, and then all weights.",
         "look for a diverging simulation or a division by zero; omit such rows, or end the trajectory there.",
     ),
-    "out-of-bounds": Fault(
+    "out-of-bounds": (
         "{key} lies outside the bounds of its space there.",
         "store what the environment returned, before any scaling; or correct the bounds, if it returns such values.",
     ),
-    "float64": Fault(
+    "float64": (
         "{keys}: float64, NumPy's default, takes twice the memory, and networks of float32 refuse such a batch.",
         "convert them before the first write, data[key] = data[key].float(); observations also by the environment: "
         "gymnasium.wrappers.DtypeObservation(env, np.float32), or TransformedEnv(env, DoubleToFloat()) of TorchRL.",
