@@ -25,19 +25,27 @@ from rlbuf_td.cli import UsageError, usable_cores
 from rlbuf_td.kernels.dispatch import OFF
 
 ROWS, BATCH = 256, 8
-Proportional, Rank = partial(rl.ProportionalSampler, ROWS), partial(rl.RankSampler, ROWS)
 
 
 def transitions(*lead: int) -> TensorDict:
-    """Return random rows of short episodes, with goals."""
-    observation, goal = torch.rand(*lead, 3), torch.rand(*lead, 3)
-    following = {"observation": observation, "achieved_goal": goal, "reward": torch.rand(*lead, 1)}
-    following["done"] = torch.rand(*lead, 1) < 0.1
-    return TensorDict({"observation": observation, "desired_goal": goal, "next": following}, lead)
+    """Return random rows of short episodes, with goals and values."""
+    observation, goal, value = (torch.rand(*lead, width) for width in (3, 3, 1))
+    following = {"observation": observation, "achieved_goal": goal, "reward": value, "state_value": value}
+    following |= dict.fromkeys(("done", "terminated"), torch.rand(*lead, 1) < 0.1)
+    root = {"observation": observation, "desired_goal": goal, "state_value": value}
+    return TensorDict(root | {"next": following}, lead)
 
 
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
     return -(batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
+
+
+def n_step(sampler: Sampler) -> Sampler:
+    return rl.NStepSampler(sampler, 3, 0.9)
+
+
+def proportional() -> Sampler:
+    return rl.ProportionalSampler(ROWS)
 
 
 def use(rb: Any) -> None:
@@ -56,20 +64,21 @@ def buffer(sampler: Callable[[], Sampler], cls: type = rl.ReplayBuffer, **storag
     return rb
 
 
-def lanes(sampler: Callable[[], Sampler]) -> None:
+def lanes(sampler: Sampler) -> None:
     rows = rl.PackedStorage(ROWS, ndim=2)
-    rb = rl.ReplayBuffer(storage=rows, sampler=sampler(), batch_size=BATCH, stats=rl.EpisodeStats())
+    rb = rl.ReplayBuffer(storage=rows, sampler=sampler, batch_size=BATCH, stats=rl.EpisodeStats())
     rb.extend(transitions(2, 60))
     rb.add(transitions(2))
     for lane in range(2):
         rb.extend(transitions(3 + lane), lanes=lane)
         batch = rb.sample()
         rb.update_tensordict_priority(batch.set("td_error", torch.rand(BATCH)))
+    rl.ReplayBuffer(storage=rl.PackedStorage(ROWS, ndim=3)).extend(transitions(2, 2, 8))
 
 
 def in_files() -> None:
     with TemporaryDirectory() as folder:
-        buffer(Proportional, scratch_dir=f"{folder}/rows")
+        buffer(proportional, scratch_dir=f"{folder}/rows")
         rb = buffer(rl.UniformSampler, share_next=True)
         rb.dumps(f"{folder}/dump")
         rb.loads(f"{folder}/dump")
@@ -77,35 +86,28 @@ def in_files() -> None:
 
 
 def mixture() -> None:
-    members = {name: rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=Proportional()) for name in "ab"}
+    members = {name: rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=proportional()) for name in "ab"}
     members["b"].extend(transitions(60))
     use(rl.ReplayBufferMixture(members, {"a": 0.5, "b": 0.5}, batch_size=BATCH, writes_to="a"))
 
 
-def trajectories() -> None:
-    rb = rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=Rank(), batch_size=BATCH)
-    rb.extend(transitions(60))
+def states() -> None:
+    rb = buffer(SAMPLERS["rank"])
     rb.load_state_dict(rb.state_dict())
     rl.TrajectoryIndex.of(rb.storage).whole()
-    rl.ReplayBuffer(storage=rl.PackedStorage(ROWS, ndim=3)).extend(transitions(2, 2, 8))
 
 
 def torchrls() -> None:
-    rb = buffer(Rank, cls=TensorDictReplayBuffer)
+    buffer(SAMPLERS["recency"], cls=TensorDictReplayBuffer)
+    rb = buffer(SAMPLERS["rank"], cls=TensorDictReplayBuffer)
     rb.sampler.rank(torch.arange(BATCH), storage=rb.storage)
 
 
 def rollouts() -> None:
-    data = transitions(2, 16)
-    data["state_value"], data["next", "state_value"] = torch.rand(2, 16, 1), torch.rand(2, 16, 1)
-    data["next", "terminated"] = data["next", "done"].clone()
     rb = rl.RolloutBuffer(16, 2, batch_size=BATCH, epochs=1)
-    rb.extend(data)
+    rb.extend(transitions(2, 16))
     for _ in rb:
         pass
-
-
-def advantages() -> None:
     for dtype in (torch.float32, torch.float64):
         for shape in ((2, 5, 1), (2, 5, 2)):
             x = torch.rand(shape, dtype=dtype)
@@ -113,46 +115,34 @@ def advantages() -> None:
             functional.reward2go(x, x > 0.5, 0.9)
 
 
-def n_step(sampler: Callable[[], Sampler]) -> Callable[[], Sampler]:
-    return lambda: rl.NStepSampler(sampler(), 3, 0.9)
-
-
-def hindsight() -> Sampler:
-    return rl.HindsightSampler(rl.UniformSampler(), reward_fn)
-
-
-def recency() -> Sampler:
-    return rl.RecencySampler(half_life=20.0, window=50)
-
-
-USES: dict[str, Callable[[], object]] = {
-    "proportional": partial(buffer, Proportional),
-    "rank": partial(buffer, Rank),
-    "uniform": partial(buffer, rl.UniformSampler),
-    "observations once": partial(buffer, n_step(Proportional), share_next=True),
-    "advantages": advantages,
-    "n-step": partial(buffer, n_step(Proportional)),
-    "sequences": partial(buffer, lambda: rl.SequenceSampler(Proportional(), 3, burn_in=1)),
-    "strict sequences": partial(buffer, lambda: rl.SequenceSampler(Rank(), 3, boundary="strict")),
-    "sequences of n-step": partial(buffer, lambda: rl.SequenceSampler(n_step(Proportional)(), 3, priority="mix")),
-    "hindsight": partial(buffer, hindsight),
-    "n-step of hindsight": partial(buffer, n_step(hindsight)),
-    "rows once in a batch": partial(buffer, lambda: rl.UniformSampler(unique=True)),
-    "young rows": partial(buffer, lambda: rl.UniformSampler(max_age=20)),
-    "minibatches": partial(buffer, lambda: rl.MinibatchSampler(2)),
-    "recency": partial(buffer, recency),
-    "fresh rows": partial(buffer, lambda: rl.FreshRowsSampler(Proportional())),
-    "episodes": partial(buffer, lambda: rl.EpisodeSampler(finished_only=False)),
-    "lanes": partial(lanes, Proportional),
-    "lanes, n-step": partial(lanes, n_step(rl.UniformSampler)),
-    "shared": partial(buffer, Proportional, shared=True),
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "proportional": proportional,
+    "rank": lambda: rl.RankSampler(ROWS),
+    "uniform": rl.UniformSampler,
+    "n-step": lambda: n_step(proportional()),
+    "sequences": lambda: rl.SequenceSampler(proportional(), 3, burn_in=1),
+    "strict sequences": lambda: rl.SequenceSampler(rl.RankSampler(ROWS), 3, boundary="strict"),
+    "sequences of n-step": lambda: rl.SequenceSampler(n_step(proportional()), 3, priority="mix"),
+    "hindsight": lambda: rl.HindsightSampler(rl.UniformSampler(), reward_fn),
+    "n-step of hindsight": lambda: n_step(rl.HindsightSampler(rl.UniformSampler(), reward_fn)),
+    "rows once in a batch": lambda: rl.UniformSampler(unique=True),
+    "young rows": lambda: rl.UniformSampler(max_age=20),
+    "minibatches": lambda: rl.MinibatchSampler(2),
+    "recency": lambda: rl.RecencySampler(half_life=20.0, window=50),
+    "fresh rows": lambda: rl.FreshRowsSampler(proportional()),
+    "episodes": lambda: rl.EpisodeSampler(finished_only=False),
+}
+USES: dict[str, Callable[[], object]] = {name: partial(buffer, sampler) for name, sampler in SAMPLERS.items()} | {
+    "observations once": partial(buffer, SAMPLERS["n-step"], share_next=True),
+    "lanes": lambda: lanes(proportional()),
+    "lanes, n-step": lambda: lanes(n_step(rl.UniformSampler())),
+    "shared": partial(buffer, proportional, shared=True),
     "shared, observations once": partial(buffer, rl.UniformSampler, shared=True, share_next=True),
     "files": in_files,
     "mixture": mixture,
-    "trajectories": trajectories,
+    "states": states,
     "rollouts": rollouts,
     "TorchRL's buffer": torchrls,
-    "TorchRL's buffer, recency": partial(buffer, recency, cls=TensorDictReplayBuffer),
 }
 
 

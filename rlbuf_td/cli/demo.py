@@ -32,12 +32,12 @@ STEPS, EXPLORE = 59_904, 8_000
 FRAMES, UPDATES, WARM_UP = 256, 128, 1_024
 GAMMA, N_STEPS = 0.99, 3
 LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # not used by the loss
+WINDOW = 20  # episodes
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
     "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.6, beta=0.4),
     "rank": lambda: RankSampler(CAPACITY, alpha=0.7, beta=0.5),
 }
-WINDOW = 20  # episodes
 
 
 def make_policy(env: EnvBase, device: torch.device, cells: int = 256) -> tuple[TensorDictSequential, EGreedyModule]:
@@ -109,9 +109,8 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     torch.save(policy.state_dict(), out / "policy.pt")
     if stats.episodes:
         plot_episodes(stats).savefig(out / "learning_curve.png")
-    print(
-        f"mean return of the final policy over 10 new episodes, no exploration: {evaluate(policy, env_name, seed):.1f}"
-    )
+    reached = evaluate(policy, env_name, seed)
+    print(f"mean return of the final policy over 10 new episodes, no exploration: {reached:.1f}")
     return stats
 
 

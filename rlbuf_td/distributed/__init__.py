@@ -8,16 +8,13 @@ the rows do not fit into one machine, or if collectors run on several machines. 
 *mass*: the sum of ``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client chooses a shard for
 each row, with a probability proportional to the shard's mass. The shard then draws the row by priority. Thus each row
 has the same probability as in one large buffer. A request to a shard also contains the TD errors of earlier batches;
-the answer contains the drawn rows, packed into one block of bytes. To read the code, begin with
-``shard.py``, ``batches.py`` and ``client.py``.
+the answer contains the drawn rows, packed into one block of bytes. To read the code, begin with ``shard.py``.
 
 **How many shards.** One or two shards per machine are enough. Each shard uses one core.
 Ray starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
 
-- **Memory.** A row takes its packed bytes (see :func:`rlbuf_td.plan`) and, with priorities, 20 bytes more. 1e9
-  rows of HalfCheetah (168 bytes) take 188 GB: 4 machines with 64 GB each. 1e9 rows of Atari (two stacks of four frames,
-  56 kB) take 56 TB. With ``PackedStorage(share_next=True, frames=...)``, which stores repeated frames once, they take a
-  few TB; ``scratch_dir`` puts these rows into files.
+- **Memory.** A row takes its packed bytes (see :func:`rlbuf_td.plan`) and, with priorities, 20 bytes more: 1e9 rows of
+  HalfCheetah (168 bytes) take 188 GB, 4 machines with 64 GB each.
 - **Draws.** A batch costs one Ray request per shard with drawn rows. On two cores, sampling and updating a
   batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. An answer of more than 100 kB takes 2 ms
@@ -25,20 +22,16 @@ Ray starts the shards on different machines; ``num_cpus=1`` reserves a core for 
   tests.benchmarks.sharded --fit FILE.png`` measures these times; without ``--fit``, it compares this buffer with
   TorchRL's ``RayReplayBuffer``.
 - **Writes.** Each write costs about 1 ms in Ray, so let collectors write several hundred rows at a time.
-- **Network.** A batch transfers its packed rows and 16 bytes per row (with sequences: 8 bytes per row and 16 per
-  sequence). Each TD error that is sent back takes 24 bytes. To sample 1,000 batches of 256 rows (168 bytes each) per
-  second takes 47 MB/s. Rows of Atari would take 14 GB/s, more than most networks carry.
+- **Network.** A batch transfers its packed rows and 16 bytes per row. To sample 1,000 batches of 256 rows (168 bytes
+  each) per second takes 47 MB/s.
 
-**When a shard is lost.** If the process of a shard dies, clients repeat the current draw without this shard.
-Clients that wrote to the lost shard change to another one. Ray restarts the shard, which is then
-empty or holds the rows of the last ``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray
-notices a dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost. Each client asks a lost
-shard once, and Ray repeats the question until the shard answers.
-
-A restart imports torch and TorchRL again, which takes about 4 s of CPU time and 0.5 GB of memory. If all shards are
-lost, clients wait up to a minute for the first answer. Ray starts its processes with low priority
-(``RAY_worker_niceness=15``), so restarts take longer on a busy machine; start Ray with ``RAY_worker_niceness=0`` to
-avoid this. ``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.
+**When a shard is lost.** If the process of a shard dies, clients repeat the current draw without this shard, and those
+that wrote to it write to another one. Ray restarts the shard, which is then empty or holds the rows of the last
+``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray notices a dead process within 1 to
+2 s. A shard that does not answer within 3 s counts as lost, until it answers. If all shards are lost, clients wait up
+to a minute for the first answer. A restart takes about 4 s of CPU time; Ray starts its processes with low priority, so
+on a busy machine, start Ray with ``RAY_worker_niceness=0``. ``python -m tests.benchmarks.shard_losses`` kills shards
+and reports the pauses.
 """
 
 try:

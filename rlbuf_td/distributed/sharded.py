@@ -87,9 +87,8 @@ class ShardedReplayBuffer(Client):
 
     A learner draws with the sums of ``p^alpha`` that the shards last reported. New rows therefore usually wait in a
     shard until its next draw is done: with one learner, the probabilities are exact even while collectors write. A
-    shard stores new rows at once if they would fill more than a quarter of its capacity, or if it got no request for
-    10 s. In these cases, and with several learners, priorities may have changed since the shard's last report to a
-    learner. The importance weights correct for this.
+    shard stores them at once if they would fill more than a quarter of its capacity, or if it got no request for 10 s.
+    Then, and with several learners, importance weights correct for sums that have changed.
 
     A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
     trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories
@@ -109,9 +108,8 @@ class ShardedReplayBuffer(Client):
         batch_size: number of rows in a batch; default: the batch size of the buffers.
         samples_per_insert: number of rows sampled per row written. Batches and writes wait to keep this ratio.
         min_size: number of rows that must have been written before the first batch.
-        tolerance: allowed deviation from ``samples_per_insert``, in sampled rows; see
-            :class:`~rlbuf_td.buffers.flow.FlowControl`. ``None`` chooses a tolerance that is just enough for the
-            largest batch and the largest write so far.
+        tolerance: allowed deviation from ``samples_per_insert``, in sampled rows; default: just enough for the largest
+            batch and the largest write so far.
         prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
             time per batch is divided by k. With 0, a request draws one batch, and is sent when the batch is needed.
         dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
@@ -210,14 +208,8 @@ class ShardedReplayBuffer(Client):
         return found if self._flow is None else found | {"flow": ray.get(self._flow.report.remote())}
 
     def __repr__(self) -> str:
-        name = type(self).__name__
-        if not self.is_alive:
-            return f"{name}(shut down)"
-        lines = [f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"]
-        for place, shard in enumerate(self.health()["shards"]):
-            shown = f"{shard['rows']:,} rows, mass {shard['mass']:.6g}" if shard["alive"] else "lost"
-            lines.append(f"    {place}: {shown}")
-        return "\n".join(lines) + "\n)"
+        shards = f"{len(self.links.handles)} shards" if self.is_alive else "shut down"
+        return f"{type(self).__name__}({shards}, batch_size={self.batch_size}, prefetch={self.prefetch})"
 
     def empty(self) -> None:
         """Remove all rows and priorities, with received rows that are not yet stored; restart flow control."""

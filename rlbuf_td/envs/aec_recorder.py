@@ -20,18 +20,17 @@ class AECRecorder:
     """Steps a turn-based environment of PettingZoo (an ``AECEnv``), and stores each agent's transitions in a lane.
 
     A transition of an agent goes from its turn to its next turn: its observation and action, the sum of the rewards
-    that it got until its next turn, and what ``env.last()`` then says: the next observation, ``terminated`` and
-    ``truncated``. At the last turn of an agent, which PettingZoo gives to each agent that is dead or whose game is
-    over, with the action None, its last transition ends. ``done`` is ``terminated | truncated``. Rewards are stored as
-    float32. Rewards before an agent's first turn belong to no transition.
+    that it got until its next turn, and the next observation, ``terminated`` and ``truncated`` of ``env.last()``. The
+    last transition ends at the agent's last turn, which PettingZoo gives to each agent that is dead or whose game is
+    over, with the action None. Rewards are stored as float32; those before an agent's first turn are not stored.
 
     The rows are those of a :class:`GymnasiumRecorder`: a Dict observation has its keys at the root. An
     ``"action_mask"`` among them is stored as bool. A next mask that allows no action, as games give it to an agent
     that no longer acts, is stored as True everywhere, so that the greatest value of the allowed actions is finite.
 
     Each game has a number for each agent, ``("collector", "traj_ids")``. A :meth:`reset` in mid-game stores the last
-    transitions of dead agents, and drops those that have not ended. The last rows of the others keep ``done=False``.
-    Loading a checkpoint into the buffer also interrupts the game; call :meth:`reset` before the next step.
+    transitions of dead agents, and drops those that have not ended. Loading a checkpoint into the buffer interrupts
+    the game; call :meth:`reset` before the next step.
 
     Loop as PettingZoo does, with ``recorder.reset`` and ``recorder.step`` in place of the environment's. Opponents that
     are not recorded may act with ``env.step``.

@@ -31,25 +31,22 @@ class GymnasiumRecorder(Recorder):
 
     :meth:`reset` and :meth:`step` return the environment's results unchanged. With same-step autoreset, the stored next
     observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
-    reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number. It is an array,
-    such as one number per objective, if the environment has a ``reward_space``, or the buffer was made with an example
-    in ``extras``. Rewards are stored as float32; a whole number that float32 lacks, such as 2**24 + 1, raises a
-    SchemaError, unless the buffer was made with a float64 reward in ``extras``.
+    reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number, or an array if
+    the environment has a ``reward_space`` or the buffer an example in ``extras``. Rewards are stored as float32; whole
+    numbers that float32 lacks, such as 2**24 + 1, are refused, unless ``extras`` has a float64 reward.
 
     Each episode has a unique number, ``("collector", "traj_ids")``. If ``reset`` interrupts an episode, its last
-    transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer
-    interrupts all episodes; call :meth:`reset` before the next step.
+    transition keeps ``done=False``. Loading a checkpoint into the buffer interrupts all episodes; call :meth:`reset`
+    before the next step.
 
     A single environment is recorded in a buffer ``[T]``. E environments need a buffer ``[T, E]``, in which environment
-    ``e`` is lane ``e``, and each transition is written at once. With next-step autoreset, a lane that begins an episode
-    has no transition in that step, and the lanes get unlike lengths (see :meth:`ReplayBuffer.lane`). Rollouts and other
-    buffers that write whole time steps require same-step autoreset,
-    ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``, with which the lanes stay together.
-    The mode is the ``"autoreset_mode"`` of the environment's metadata.
+    ``e`` is lane ``e``. With next-step autoreset, a lane that begins an episode has no transition in that step, and the
+    lanes get unlike lengths (see :meth:`ReplayBuffer.lane`). Rollouts and other buffers that write whole time steps
+    require same-step autoreset, ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``. The mode is the
+    ``"autoreset_mode"`` of the environment's metadata.
 
-    With ``rb.lane(e)`` in place of the buffer, a single environment (or a vector environment with one sub-environment)
-    is lane ``e`` of a replay buffer ``[T, E]``. Each actor, in a thread or after ``rb.share()`` in a process, then has
-    a recorder of its own, and waits for no other. The lane gets the same rows as from a vector environment.
+    With ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e`` of a replay buffer ``[T, E]``. Each
+    actor, in a thread or after ``rb.share()`` in a process, then has its own recorder, and waits for no other.
 
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``; or one lane

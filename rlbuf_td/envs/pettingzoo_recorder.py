@@ -32,11 +32,9 @@ class PettingZooRecorder(Recorder):
     - ``("collector", "traj_ids")``, one number per episode.
 
     An agent may die, and return, while others go on. An agent that does not act in a step has the mask False, zeros as
-    observation, action and reward, and the flags True, as in TorchRL. So each agent's trajectory ends where it dies:
-    ``RolloutBuffer(group=...)`` computes each agent's returns, for one group; let agents that learn together be one
-    group. :class:`NStepSampler` refuses such rewards. Multiply your loss by the mask. In contrast to TorchRL, an
-    environment goes on while it has agents, Discrete observations are integers, not one-hot vectors, and infos are not
-    stored.
+    observation, action and reward, and the flags True, as in TorchRL. Each agent's trajectory ends where it dies:
+    ``RolloutBuffer(group=...)`` computes the returns of the agents of one group. :class:`NStepSampler` refuses such
+    rewards. Multiply your loss by the mask.
 
     With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step` steps all of them. With
     ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e``, so that actors record at their own pace.
@@ -58,7 +56,8 @@ class PettingZooRecorder(Recorder):
 
     Cost: about 0.1 ms, and 50 us per agent, in each step, without the time of the environments.
 
-    TorchRL has no recorder; its ``PettingZooEnv`` wraps an environment for TorchRL's collectors.
+    TorchRL has no recorder; its ``PettingZooEnv`` wraps an environment for its collectors. Here, an environment goes on
+    while it has agents, and Discrete observations are integers.
 
     Example:
         >>> import pettingzoo

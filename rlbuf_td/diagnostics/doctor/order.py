@@ -6,7 +6,6 @@ observation in a trajectory's last row must differ from the first observation of
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -69,33 +68,19 @@ def _broken(record: Record, where: Tensor, *, mostly: bool = False, never: bool 
     of, sample = int(record.inside.sum()), _spread(where)
     if mostly and bool((record.there == record.here)[sample].all()):
         return record.finding("observation-reused", where, of)
-    place = _found_elsewhere(record, sample, mostly)
-    if place is not None:
-        return record.finding("lanes-mixed", where, of, place=place)
+    if _are_elsewhere(record, sample):
+        return record.finding("lanes-mixed", where, of)
     if never and not mostly:
         seen = "The observations show resets at these rows, and no done flag is ever set."
         return record.finding("done-never", where, record.rows, seen=seen)
     return record.finding("next-observation-differs" if mostly else "reset-without-done", where, of)
 
 
-def _found_elsewhere(record: Record, sample: Tensor, mostly: bool) -> str | None:
-    """Search all observations for the next observations of the rows in ``sample``; say where most of them are."""
-    wanted, (ordered, order) = record.there[sample], record.here.sort()
-    low, high = torch.searchsorted(ordered, wanted), torch.searchsorted(ordered, wanted, right=True)
-    votes = Counter[tuple[int, int]]()
-    for cell, start, stop in zip(record.cells[sample].tolist(), low.tolist(), high.tolist(), strict=True):
-        there = record.cells[order[start : min(stop, start + _SAMPLED)]]
-        ahead = (there // record.lanes - cell // record.lanes) % record.shape[0]
-        across = there % record.lanes - cell % record.lanes
-        votes.update(set(zip(ahead.tolist(), across.tolist(), strict=True)) - {(0, 0)})  # other rows than this one
-    if not votes:
-        return None
-    ((ahead, across), agreed), *_ = votes.most_common(1)
-    if agreed >= max(2, 0.9 * len(sample)) and (across or mostly):
-        return f"It is the observation {ahead} time step(s) later" + f", {across:+} lane(s) on" * bool(across)
-    matches = (high - low)[high > low]
-    is_rare = len(matches) >= max(1, len(sample) // 2) and int(matches.median()) <= 3
-    return "It is the observation of another row" if is_rare else None
+def _are_elsewhere(record: Record, sample: Tensor) -> bool:
+    """Whether most next observations of the rows in ``sample`` are the observation of a few other rows."""
+    matches = torch.stack([(record.here == there).sum() for there in record.there[sample]])
+    found = matches[matches > 0]
+    return len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3
 
 
 def _shifted(record: Record, done: Tensor) -> Finding | None:

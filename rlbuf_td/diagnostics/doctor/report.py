@@ -85,7 +85,7 @@ _FLAG_WITHOUT_DONE = "{name} is set, but done is not (share of the rows with {na
 #: The explanation of each fault, and its remedy, by code, the most serious first.
 FAULTS: dict[str, tuple[str, str]] = {
     "lanes-mixed": (
-        _JUMPS + " {place}: rows are not in time order, or environments alternate within a lane.",
+        _JUMPS + " It is another row's observation: rows are not in time order, or environments alternate in a lane.",
         "store each environment in a lane of its own, PackedStorage(..., ndim=2), and extend with batches [E, T], as "
         "collectors return them (or [T, E] with dim_extend=0); let NStepSampler compute n-step returns.",
     ),
