@@ -64,20 +64,18 @@ from rlbuf_td.storages.checks import OUT_OF_ORDER, as_number, require_packed, st
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     attached_or_new,
-    coordinates,
     device_of,
     first_of_row,
     flat_rows,
     inner_dims,
     one_a_row,
     put_back_,
-    refuse_range,
     row_count,
     written_rows,
 )
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Recovers
+from rlbuf_td.storages.listeners import Listener, Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
@@ -111,7 +109,7 @@ _NO_SIZE = "batch_size not specified: pass it to the buffer or to sample"
 _MOST_SIZES = 8  # batch sizes whose plans are kept
 
 
-class ReplayBuffer(TensorDictReplayBuffer, Recovers):
+class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a sampler
@@ -1061,11 +1059,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             refuse_errors(td_error)
         return td_error
 
-    def stage_of_writes(self) -> tuple[Any, Any] | bool:
-        """Return the priorities of new rows and the compiled function that sets them, which a write can call.
-
-        If there is none, return whether :meth:`mark_range` must be called after a write.
-        """
+    def _stage_of_writes(self) -> tuple[Any, Any] | bool:
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
         parts = self.parts
         if parts is None:
             return True
@@ -1262,22 +1257,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """Tell the sampler that the rows at ``index`` were written; writers call this method."""
         with self._locked():
             super().mark_update(index)
-
-    def mark_range(self, start: int, count: int) -> None:
-        """Tell the sampler that the rows ``start`` to ``start + count - 1`` were written; writers call this method.
-
-        Raises:
-            IndexError: a row has not been written; nothing has changed.
-        """
-        parts = self.parts or self._initialize()
-        refuse_range(start, count, parts.storage)
-        if not count:
-            return
-        if parts.prioritized is not None:
-            parts.prioritized.priorities.enter_range(start, count, parts.storage)
-        elif type(parts.sampler).mark_update is not Sampler.mark_update:
-            index = coordinates(torch.arange(start, start + count, device=device_of(parts.storage)), parts.storage)
-            self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Remove all rows and priorities, and keep the schema; flow control starts again.
@@ -1779,7 +1758,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")
 
     def _refuse_schema(self, layout: RowLayout) -> None:
-        """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit the sampler."""
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
         sampler = vars(self).get("_sampler")
         if sampler is not None:  # missing while a copy of the buffer is made
             refuse_taken(sampler, layout.names, reported_by(sampler))

@@ -19,7 +19,7 @@ from rlbuf_td.envs.specs import ACTION_MASK, Key, Paths, show_extra, tensors_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
-from rlbuf_td.storages.listeners import Attached
+from rlbuf_td.storages.listeners import Attached, Listener
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 
@@ -40,7 +40,7 @@ _LOST = (
 Info: TypeAlias = Mapping[str, Any] | list[Mapping[str, Any]]
 
 
-class TrajectoryNumbers(Attached):
+class TrajectoryNumbers(Attached, Listener):
     """Gives unique trajectory numbers to all recorders of a storage, in all processes that share the storage."""
 
     def __init__(self, storage: PackedStorage) -> None:
@@ -64,10 +64,7 @@ class TrajectoryNumbers(Attached):
             numbers[_NEXT], numbers[_HAS_READ] = first + count, 1
         return np.arange(first, first + count)
 
-    def mark_update(self, index: object) -> None:
-        """Do nothing; writers call this method after each write."""
-
-    def mark_load(self) -> None:
+    def _rows_loaded(self) -> None:
         self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
 
     def share_memory_(self) -> None:

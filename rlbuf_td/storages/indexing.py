@@ -133,12 +133,6 @@ def refuse_unwritten(flat: torch.Tensor, storage: Storage) -> None:
         storage.refuse_holes(flat)
 
 
-def refuse_range(start: int, count: int, storage: Storage) -> None:
-    """Raise an IndexError unless ``count`` flat rows from row ``start`` on have been written."""
-    if not 0 <= start <= start + count <= len(storage):
-        raise IndexError(f"rows {start} to {start + count - 1} are out of range: {_written(storage)}")
-
-
 def _written(storage: Storage) -> str:
     return f"rows 0 to {len(storage) - 1} have been written" if len(storage) else "no rows have been written"
 

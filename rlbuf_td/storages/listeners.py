@@ -7,11 +7,14 @@ below refer to those above weakly: without a reference cycle, ``del rb`` frees r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
 from torchrl.data.replay_buffers import ReplayBuffer, Storage
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.layout import RowLayout
 
 
 class WeakReference(ref):
@@ -40,6 +43,35 @@ class Recovers:
         ``new``, ``[n]`` int64, holds the flat indices of rows that have been written, but not yet announced.
         """
         raise NotImplementedError
+
+
+class Listener:
+    """Base of the objects of this package that are attached to a storage: what the storage calls.
+
+    Other objects, such as TorchRL's buffers, are only told of new rows, with ``mark_update``.
+    """
+
+    def mark_update(self, index: Any) -> None:
+        """Take note of new rows at ``index``."""
+
+    def _stage_of_writes(self) -> tuple[Any, Any] | bool:
+        """Return the priorities of new rows and the compiled function that sets them, which a write can call.
+
+        If there is none, return whether ``mark_update`` must be called after a write.
+        """
+        return False
+
+    def _refuse_schema(self, layout: RowLayout) -> None:
+        """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit."""
+
+    def _order_lost(self) -> None:
+        """Take note that rows have been written out of time order."""
+
+    def _rows_loaded(self) -> None:
+        """Take note that the rows have been replaced by those of a state."""
+
+    def _rows_restored(self) -> None:
+        """Connect to the restored storage, after a copy or unpickling."""
 
 
 class Then(NamedTuple):
@@ -71,6 +103,10 @@ class Listeners:
 
     def __len__(self) -> int:
         return len(self._existing())
+
+    def own(self) -> Iterator[Listener]:
+        """Yield those of this package."""
+        return (each for each in self if isinstance(each, Listener))
 
     def _existing(self) -> list[Any]:
         return [each for each in self._listed if _found(each) is not None]

@@ -422,8 +422,8 @@ class PackedStorage(LazyTensorStorage):
     def tell_lost_order(self) -> None:
         """Tell the buffers that rows have been written out of time order."""
         self.mark_episodes(NEW)
-        for each in listeners_of(self):
-            getattr(each, "_order_lost", bool)()
+        for each in listeners_of(self).own():
+            each._order_lost()
 
     def stamps(self, index: Any) -> torch.Tensor:
         """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the next row of a cell does not have.
@@ -1011,9 +1011,8 @@ class PackedStorage(LazyTensorStorage):
 
     def refuse_layout(self, layout: RowLayout) -> None:
         """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
-        for each in listeners_of(self):
-            if hasattr(each, "_refuse_schema"):
-                each._refuse_schema(layout)
+        for each in listeners_of(self).own():
+            each._refuse_schema(layout)
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if other rows have another class.
@@ -1364,9 +1363,8 @@ class PackedStorage(LazyTensorStorage):
         if self.episodes is not None and self.episodes.id_key is not None:
             self.episodes.refresh()
             self.episodes.end()
-        for each in listeners_of(self):
-            if hasattr(each, "mark_load"):
-                each.mark_load()
+        for each in listeners_of(self).own():
+            each._rows_loaded()
 
     @property
     def checkpointer(self) -> None:
@@ -1432,8 +1430,8 @@ class PackedStorage(LazyTensorStorage):
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)
         watch_forks(self)
-        for each in listeners_of(self):
-            getattr(each, "_rows_restored", bool)()
+        for each in listeners_of(self).own():
+            each._rows_restored()
 
     def __repr__(self) -> str:
         name, rows = type(self).__name__, self.rows

@@ -28,7 +28,7 @@ from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, addresses_of
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
-from rlbuf_td.storages.listeners import Listeners, Then
+from rlbuf_td.storages.listeners import Listener, Listeners, Then
 from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
@@ -85,19 +85,10 @@ class WritePlan(ABC):
             record: counts the rows in statistics; only for :class:`CompiledWrites`.
         """
 
-    def tell(self, index: Any, slot: int | None, count: int) -> None:
-        """Tell :attr:`others` of new rows: ``count`` time steps from ``slot`` on, or those at ``index``."""
-        lanes, kept = self.ring.lanes, min(count, self.ring.steps)
+    def tell(self, index: Any) -> None:
+        """Tell :attr:`others` of the new rows at ``index``."""
         for listener in self.others:
-            mark_range = getattr(listener, "mark_range", None)
-            if slot is None or mark_range is None:
-                listener.mark_update(index)
-                continue
-            start = (slot + count - kept) % self.ring.steps
-            first = min(kept, self.ring.steps - start)
-            mark_range(start * lanes, first * lanes)
-            if first < kept:
-                mark_range(0, (kept - first) * lanes)
+            listener.mark_update(index)
 
 
 class CompiledWrites(WritePlan):
@@ -108,7 +99,9 @@ class CompiledWrites(WritePlan):
 
         super().__init__(storage)
         rows, ring, episodes, self.codes = self.rows, self.ring, storage.episodes, write_cpu
-        stages = [(each, getattr(each, "stage_of_writes", lambda: True)()) for each in self.listeners]
+        stages: list[tuple[Any, Any]] = [
+            (each, each._stage_of_writes() if isinstance(each, Listener) else True) for each in self.listeners
+        ]
         #: The priorities that compiled code sets, and the function that does so.
         self.priorities, entry_loop = next((stage for _, stage in stages if isinstance(stage, tuple)), (None, None))
         self.others = Listeners(each for each, stage in stages if stage and stage != (self.priorities, entry_loop))
@@ -179,7 +172,7 @@ class CompiledWrites(WritePlan):
             if goes_on:
                 if priorities is not None:
                     priorities.keep_new(found, storage)
-                self.tell(found, None if code < 0 else code, count)
+                self.tell(found)
                 self.ring.finish()
         except BaseException:
             if self.ring.dirty:
@@ -279,7 +272,7 @@ class TorchWrites(WritePlan):
             if counts is not None:
                 counts.take()
             if tells:
-                self.tell(index, slot, count)
+                self.tell(index)
 
         written = np.flatnonzero(more)
         storage.publish(written, more[written], copy, Then(plan, tell))

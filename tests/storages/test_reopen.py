@@ -427,7 +427,7 @@ def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int
             batch = rb.sample()
             rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
         Priorities.keep_new = die  # type: ignore[method-assign]
-        ReplayBuffer.mark_range = die  # type: ignore[method-assign]
+        ReplayBuffer.mark_update = die  # type: ignore[method-assign]
         ProportionalSampler.mark_update = die  # type: ignore[method-assign]
         write(rb, lanes, 17)
 
