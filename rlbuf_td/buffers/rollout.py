@@ -202,9 +202,15 @@ class RolloutBuffer(ReplayBuffer):
             names = ", ".join("n" if size is None else str(size) for size in expected)
             rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
             takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
-            remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})" if lacks_lanes else ""
-            if self.num_envs == 1 and len(got) < len(expected):
+            remedy = ""
+            if lacks_lanes:
+                remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})"
+            elif self.num_envs == 1 and len(got) < len(expected):
                 remedy = f": for one environment without such a dim, make a RolloutBuffer({self.num_steps})"
+            elif how == "extend" and len(got) < len(expected):
+                remedy = ": pass a collector's batch as it is, without reshape(-1)"
+            elif got[1::-1] == (self.num_envs, got[0]):
+                remedy = ": pass data.transpose(0, 1)"
             raise ValueError(takes + remedy)
 
     @property

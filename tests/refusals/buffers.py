@@ -425,6 +425,8 @@ REFUSALS: Table = {
     ] for written, hint in ((0, ""), (5, ", or pass partial=True to read the written steps"))},
     ("RolloutBuffer, of 5 steps", lambda: rollout(5)): [
         (lambda rb: rb.extend(steps(3, 3)), ValueError, "came with 'state_value', these come without"),
+        (lambda rb: rb.extend(rolled(24)), ValueError, r"got \[24\]: pass .* without reshape\(-1\)$"),
+        (lambda rb: rb.extend(rolled(8, 3)), ValueError, r"got \[8, 3\]: pass data.transpose\(0, 1\)$"),
         (lambda rb: rb.extend(rolled(3, 3).exclude("observation")), SchemaError, "key 'observation' is missing"),
     ],
     ("RolloutBuffer(partial=True)", lambda: rollout(0, partial=True)): [
