@@ -573,7 +573,7 @@ def assert_holds(rb: Any, model: Model, *, episodes: bool = True, extra: Sequenc
         near = [row.priority if math.isclose(p, row.priority, rel_tol=1e-6) else p for row, p in priority]
         assert_equal("priorities", dict(zip(cells, near, strict=True)), {model.cell(row): row.priority for row in rows})
     if episodes and model.ordered:
-        trajectories = TrajectoryIndex.of(storage)
+        trajectories = TrajectoryIndex(storage)
         reach = dict(zip(cells, zip(*(part.tolist() for part in trajectories.reach(index)), strict=True), strict=True))
         assert_equal("steps back and ahead, ended", reach, {model.cell(row): model.reach(row) for row in rows})
         first, length = (part.tolist() for part in trajectories.whole(only_finished=False))

@@ -94,7 +94,7 @@ def mixture() -> None:
 def states() -> None:
     rb = buffer(SAMPLERS["rank"])
     rb.load_state_dict(rb.state_dict())
-    rl.TrajectoryIndex.of(rb.storage).whole()
+    rl.TrajectoryIndex(rb.storage).whole()
 
 
 def torchrls() -> None:

@@ -202,7 +202,7 @@ def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Seque
         >>> plot_trajectory(rb, 4).get_suptitle()
         'row 4: trajectory of 15 steps, finished'
     """
-    storage, trajectories = rb.storage, TrajectoryIndex.of(rb.storage)
+    storage, trajectories = rb.storage, TrajectoryIndex(rb.storage)
     lanes, index = lanes_of(storage).numel(), torch.as_tensor([row], device="cpu")
     flat = int(flat_rows(index.unbind(-1) if isinstance(row, Sequence) else index, storage, storage.device))
     if not 0 <= flat < len(storage):

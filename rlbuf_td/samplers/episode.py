@@ -172,7 +172,7 @@ class EpisodeSampler(SamplerWrapper):
         pieces = self._pieces(storage, flat)
         episode, step, real = self._layout_of(pieces.rows)
         step = pieces.start[episode] + step
-        rows = _cells(storage, pieces.first[episode], step)
+        rows = storage.ring.cells_after(pieces.first[episode], step)
         batch = self._reader(storage, flat)(rows, episode)
         is_first = real.clone()
         is_first[1:] &= episode[1:] != episode[:-1]
@@ -201,13 +201,13 @@ class EpisodeSampler(SamplerWrapper):
         else:
             chosen = (which * len(first)).long().clamp(max=len(first) - 1)
         rows = length[chosen]
-        return _cells(storage, first[chosen], (where * rows).long().minimum(rows - 1))
+        return storage.ring.cells_after(first[chosen], (where * rows).long().minimum(rows - 1))
 
     def _episodes(self, storage: PackedStorage) -> tuple[Tensor, Tensor]:
         """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
         state = ref(storage), len(storage), storage.revision
         if self._listed[1] is None or self._listed[0] != state:
-            self._listed = state, self._trajectories(storage).whole(only_finished=self.finished_only)
+            self._listed = state, self.episodes_of(storage).whole(only_finished=self.finished_only)
         return self._listed[1]  # type: ignore[return-value]
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
@@ -218,8 +218,8 @@ class EpisodeSampler(SamplerWrapper):
 
     def _pieces(self, storage: PackedStorage, anchors: Tensor) -> _Pieces:
         """Return the episodes of the rows ``anchors``, cut to windows of ``max_length`` steps that contain the rows."""
-        back, ahead, *_ = self._trajectories(storage).episodes().spans(anchors)
-        length, first = back + ahead + 1, _cells(storage, anchors, -back)
+        back, ahead, *_ = self.episodes_of(storage).spans(anchors)
+        length, first = back + ahead + 1, storage.ring.cells_after(anchors, -back)
         if self.max_length is None:
             return _Pieces(first, length, torch.zeros_like(back), length)
         most = self.max_length
@@ -246,7 +246,7 @@ class EpisodeSampler(SamplerWrapper):
         """Return the discounted sum of the rewards from each step of the drawn episodes to its end."""
         shape = summable(storage, self.reward_key, "returns to go").shape
         episode, step = _one_after_another(pieces.length)
-        reward = storage.all_rows().column_at(self.reward_key, _cells(storage, pieces.first[episode], step))
+        reward = storage.all_rows().column_at(self.reward_key, storage.ring.cells_after(pieces.first[episode], step))
         is_last = (step == pieces.length[episode] - 1).view(-1, *[1] * len(shape)).expand_as(reward)
         return reward2go(reward, is_last, self.gamma or 0.0, time_dim=0)
 
@@ -261,12 +261,6 @@ class EpisodeSampler(SamplerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_listed": (None, None)}
-
-
-def _cells(storage: PackedStorage, first: Tensor, step: Tensor) -> Tensor:
-    """Return the flat rows of steps of episodes, given the first row of each."""
-    rows = storage.all_rows()
-    return (first + step * (rows.cells // rows.steps)) % rows.cells
 
 
 def _one_after_another(steps: Tensor) -> tuple[Tensor, Tensor]:

@@ -165,7 +165,7 @@ class FreshRowsSampler(SamplerWrapper):
             needs = f"got boundary={wrapper.boundary!r}, burn_in={wrapper.burn_in}, stride={wrapper.stride}"
             raise ValueError(f'fresh="windows" needs boundary="pad" and neither burn_in nor stride, {needs}')
         self.window_length, self.crosses_episodes = wrapper.length, wrapper.across_episodes
-        self.done_key, self.traj_key = wrapper.done_key, wrapper.traj_key
+        self.episode_keys = wrapper.episode_keys
 
     def _take(self, storage: PackedStorage, most: int) -> np.ndarray:
         if isinstance(self.fresh, int):
@@ -185,7 +185,7 @@ class FreshRowsSampler(SamplerWrapper):
             rows, over = np.minimum(waiting, self.window_length), np.zeros(len(lane), np.bool_)
             if not self.crosses_episodes:
                 place = torch.from_numpy(cell).to(storage.device)
-                _, ahead, over, _ = (each.cpu().numpy() for each in self._trajectories(storage).episodes().spans(place))
+                _, ahead, over, _ = (each.cpu().numpy() for each in self.episodes_of(storage).spans(place))
                 rows = np.minimum(ahead + 1, self.window_length)
             is_whole = np.flatnonzero((rows == self.window_length) | over)[: most - len(found)]
             if not len(is_whole):

@@ -147,11 +147,13 @@ class HindsightSampler(SamplerWrapper):
         drawn row ``owner[i]``; None: the batch consists of the drawn rows.
         """
         batch, goal_keys = storage.gather(flat), self._goal_keys(storage)
-        rows, mask = choose_goals(self._trajectories(storage).episodes(), drawn, uniform, law, row_count(storage))
+        steps, mask = choose_goals(self.episodes_of(storage).spans(drawn), uniform, law)
+        rows = storage.ring.cells_after(drawn, steps)
         begin, end = law.thresholds[-2:]
-        if begin < end:  # goals of the strategy "random" are numbers of written rows
-            is_random = (uniform >= begin) & (uniform < end)
-            rows = torch.where(is_random, nth_rows(storage, torch.where(is_random, rows, 0)), rows)
+        if begin < end:
+            is_random, live = (uniform >= begin) & (uniform < end), row_count(storage)
+            number = ((uniform - begin) / (end - begin) * live).clamp(max=live - 1).long()
+            rows = torch.where(is_random, nth_rows(storage, torch.where(is_random, number, 0)), rows)
         if owner is not None:
             rows, mask = rows[owner], mask[owner]
         achieved = storage.all_rows().column_at(("next", *self.achieved_goal_key), rows)

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code, record_of
-from rlbuf_td.kernels.wrappers import n_step_sums, windows
+from rlbuf_td.kernels.wrappers import n_step_sums
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, leaf_stored, reading_of, summable
@@ -117,7 +117,9 @@ class NStepSampler(SamplerWrapper):
     def _summed(self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
         n, rows = self.n_steps, storage.all_rows()
         self._reward_of(storage)
-        window, ahead = windows(self._trajectories(storage).episodes(), flat, n)
+        episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
+        ahead = episodes.spans(flat).ahead
+        window = storage.ring.cells_after(flat[:, None], step.minimum(ahead[:, None]))  # then the last row, repeated
         end = torch.zeros_like(window, dtype=torch.bool)
         if not self.takes_goals:
             total, taken = n_step_sums(rows.column_at(self.reward_key, window), end, ahead, self.gamma)
@@ -125,7 +127,7 @@ class NStepSampler(SamplerWrapper):
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
-            for key in self._trajectories(storage).end_keys():
+            for key in episodes.flags:
                 flags = leaf_of(steps, key)
                 end |= flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
@@ -206,7 +208,7 @@ class _RevisedSteps(_JoinedReading):
 
         super().__init__(wrapper, storage, size, is_stamped)
         self.describe(np.column_stack((self.rows.layout.extents, self.columns)))  # of tensors, which have all leaves
-        self.flags = self.targets_of(wrapper._trajectories(storage).end_keys())
+        self.flags = self.targets_of(wrapper.episodes_of(storage).flags)
         self.list_steps = loop("wrappers.cpu", "list_steps")
         self.kernel = machine_code(kernels.join_steps, ends=self.flags)
         self._read_steps()

@@ -175,7 +175,7 @@ class SequenceSampler(SamplerWrapper):
             if wrapper.adds_fresh_rows:
                 wrapper.give_windows_to(self)
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
-        beside = self.done_key[:-1]
+        beside = self.episode_keys.done_key[:-1]
         ends = (None, None) if self.gives_windows else ((*beside, "truncated"), (*beside, "done"))
         self.flag_keys: tuple[tuple[str, ...] | None, ...] = (as_tuple(init_key), *ends)
 
@@ -207,7 +207,7 @@ class SequenceSampler(SamplerWrapper):
         """Draw the anchors of a batch; return them and the sampler's info dict."""
         if not row_count(storage):
             raise RuntimeError(EMPTY)
-        self._trajectories(storage).episodes()  # raises an error if the rows do not tell where trajectories end
+        self.episodes_of(storage)  # raises an error if the rows do not tell where trajectories end
         count = self.drawn_rows_of(batch_size)
         if self.stride is not None:
             refuse_disorder(self, storage)
@@ -237,7 +237,7 @@ class SequenceSampler(SamplerWrapper):
         fill(storage, live, flat, report, scratch)
         other, other_report = torch.empty_like(flat), {name: torch.empty_like(each) for name, each in report.items()}
         weight, order_at, replace = report.get("priority_weight"), 0, loop("wrappers.cpu", "replace_short")
-        windows = self._trajectories(storage).episodes().address, self.length, self.burn_in, int(self.across_episodes)
+        windows = self.episodes_of(storage).address, self.length, self.burn_in, int(self.across_episodes)
         places = flat.data_ptr(), len(flat), storage.ring.longest * storage.ring.lanes, other.data_ptr()
         weights = (0, 0) if weight is None else (weight.data_ptr(), other_report["priority_weight"].data_ptr())
         for rounds in range(_ROUNDS):
@@ -262,7 +262,7 @@ class SequenceSampler(SamplerWrapper):
         batch = read(flat, torch.arange(len(anchors), device=flat.device).repeat_interleave(window))
         begins = None
         if self.across_episodes:
-            begins = self._trajectories(storage).episodes().spans(flat).back.view_as(real) == 0
+            begins = self.episodes_of(storage).spans(flat).back.view_as(real) == 0
         added = self._mark_(batch, real, begins)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
         index = coordinates(anchors, storage)
@@ -296,7 +296,7 @@ class SequenceSampler(SamplerWrapper):
 
         If these have changed since the last call, the wrapped sampler restarts its epochs.
         """
-        seen = self._trajectories(storage).episodes(), storage.revision
+        seen = self.episodes_of(storage), storage.revision
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
             found = torch.cat([part[self._reach(storage, part)[0] % (self.stride or 1) == 0] for part in rows])
@@ -347,7 +347,7 @@ class SequenceSampler(SamplerWrapper):
         """Return how many rows that a window may have precede and follow each row, ``[B]`` each."""
         if self.across_episodes:
             return storage.ring.reach(rows)
-        return self._trajectories(storage).episodes().spans(rows)[:2]
+        return self.episodes_of(storage).spans(rows)[:2]
 
     def _weigh_again_(self, anchors: Tensor, info: dict[Any, Any]) -> None:
         """Give anchors that come from several draws the weights of one draw."""
@@ -356,15 +356,14 @@ class SequenceSampler(SamplerWrapper):
 
     def _windows(self, storage: PackedStorage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
-        rows = storage.all_rows()
-        lanes = rows.cells // rows.steps
+        ring = storage.ring
         if self.boundary == "shift":
             shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
-            anchors, back, ahead = anchors - shift * lanes, back - shift, ahead + shift
+            anchors, back, ahead = ring.cells_after(anchors, -shift), back - shift, ahead + shift
         wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
         offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
         real = offset == wanted
-        return ((anchors[:, None] + offset * lanes) % rows.cells).flatten(), real
+        return ring.cells_after(anchors[:, None], offset).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor, begins: Tensor | None) -> dict[Any, Tensor]:
         """Set the flags at the ends of each window of a batch; ``real``, ``[B, L]`` bool, is False for padding.

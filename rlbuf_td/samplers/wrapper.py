@@ -23,11 +23,11 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.reading import Reading
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
+from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
-from rlbuf_td.storages.keys import as_tuple, optional_key
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
@@ -77,7 +77,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
         self.takes_goals = self.takes_goals or (self._inner is not None and self._inner.takes_goals)
-        self.done_key, self.traj_key = as_tuple(done_key), optional_key(traj_key)
+        self.episode_keys = EpisodeKeys.of(done_key, traj_key)
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys = reported_by(sampler) | type(self).report_keys
 
@@ -133,7 +133,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def looks_up_with_torch(self, storage: PackedStorage) -> bool:
         """Whether no compiled code looks up episodes; raises the errors of a look-up."""
-        return not self._trajectories(storage).episodes().address
+        return not self.episodes_of(storage).address
 
     @property
     def steps_needed(self) -> int:
@@ -162,12 +162,14 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
         return flat, info, self._reader(storage, flat)(flat, None)
 
-    def _trajectories(self, storage: PackedStorage) -> TrajectoryIndex:
-        return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
+    def episodes_of(self, storage: PackedStorage) -> Episodes:
+        """Return the episodes of the rows by this wrapper's keys, up to date; raises the errors of a look-up."""
+        storage.use_episode_keys(self.episode_keys)
+        return storage.episodes_now()
 
     def watch(self, storage: PackedStorage) -> None:
-        """Create the trajectory indices that this wrapper and the wrappers inside it need for the storage."""
-        self._trajectories(storage)
+        """Let the storage look up episodes by the keys of this wrapper and the wrappers inside it."""
+        storage.use_episode_keys(self.episode_keys)
         if self._inner is not None:
             self._inner.watch(storage)
 

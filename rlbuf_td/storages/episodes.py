@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
@@ -31,6 +32,7 @@ from rlbuf_td.kernels.episodes import (
 )
 from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.kernels.serials import EPISODES_DUE
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import SchemaError, kind
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ class EpisodeKeys(NamedTuple):
 
     done_key: Key = DONE_KEY
     traj_key: Key | None = TRAJ_KEY
+
+    @classmethod
+    def of(cls, done_key: NestedKey, traj_key: NestedKey | None) -> EpisodeKeys:
+        return cls(as_tuple(done_key), None if traj_key is None else as_tuple(traj_key))
 
     def flags_in(self, layout: RowLayout) -> list[Key]:
         """Return the keys of the stored flags that end an episode."""

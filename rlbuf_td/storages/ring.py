@@ -389,6 +389,10 @@ class Ring:
         serial = np.arange(len(lane)) + (first + count - count.cumsum())[lane]
         return torch.from_numpy(serial % self.steps * self.lanes + lane)
 
+    def cells_after(self, cell: Tensor, steps: Tensor) -> Tensor:
+        """Return the cells of the rows of the same lanes, ``steps`` time steps after those in ``cell``."""
+        return (cell + steps * self.lanes) % (self.steps * self.lanes)
+
     def cells_by_age(self) -> Tensor:
         """Return the cells of all live rows, lane after lane, each from its oldest row on."""
         return self.newest_cells(self.count)

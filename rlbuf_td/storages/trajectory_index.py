@@ -11,7 +11,6 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY, EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import flat_rows, refuse_unwritten
-from rlbuf_td.storages.keys import as_tuple
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -55,7 +54,7 @@ class TrajectoryIndex:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer(storage=PackedStorage(6))
-        >>> trajectories = TrajectoryIndex.of(rb.storage)
+        >>> trajectories = TrajectoryIndex(rb.storage)
         >>> done = torch.tensor([False, False, True, False, False]).unsqueeze(-1)
         >>> rows = rb.extend(TensorDict({"next": {"done": done}}, [5]))
         >>> trajectories.steps_back(rows), trajectories.steps_ahead(rows)
@@ -69,30 +68,13 @@ class TrajectoryIndex:
     ) -> None:
         require_packed(storage, "a TrajectoryIndex", "look-ups need rows whose writes it has seen")
         self.storage: PackedStorage = storage
-        self.keys = EpisodeKeys(as_tuple(done_key), None if traj_key is None else as_tuple(traj_key))
+        self.keys = EpisodeKeys.of(done_key, traj_key)
         storage.use_episode_keys(self.keys)
-
-    @classmethod
-    def of(
-        cls, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
-    ) -> TrajectoryIndex:
-        """Return the index of ``storage`` with these keys."""
-        return cls(storage, done_key=done_key, traj_key=traj_key)
-
-    @property
-    def done_key(self) -> tuple[str, ...]:
-        """The key of the done flags."""
-        return self.keys.done_key
-
-    @property
-    def traj_key(self) -> tuple[str, ...] | None:
-        """The key of the trajectory ids."""
-        return self.keys.traj_key
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""
         with self.storage.lock:  # no row is half written
-            episodes = self.episodes()
+            episodes = self._episodes()
             flat = flat_rows(index, self.storage, self.storage.device)
             refuse_unwritten(flat, self.storage)
             return episodes.spans(flat)[:3]
@@ -128,18 +110,14 @@ class TrajectoryIndex:
         Cost: O(E + K); on other devices, O(T * E).
         """
         with self.storage.lock:
-            return self.episodes().whole(only_finished=only_finished)
+            return self._episodes().whole(only_finished=only_finished)
 
-    def episodes(self) -> Episodes:
+    def _episodes(self) -> Episodes:
         """Return the storage's episodes, up to date; the errors are those of a look-up."""
         if not len(self.storage):
             self.storage.refuse_closed()
             raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
         return self.storage.episodes_now()
-
-    def end_keys(self) -> list[tuple[str, ...]]:
-        """Return the keys of the stored flags that end a trajectory."""
-        return self.keys.flags_in(self.storage.all_rows().layout)
 
     @property
     def nbytes(self) -> int:
@@ -147,4 +125,5 @@ class TrajectoryIndex:
         return 0 if self.storage.episodes is None else self.storage.episodes.nbytes
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
+        keys = ", ".join(f"{name}={key}" for name, key in self.keys._asdict().items())
+        return f"{type(self).__name__}({keys}, {self.nbytes:,} bytes)"

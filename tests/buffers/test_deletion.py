@@ -52,7 +52,7 @@ def looked_at(folder: Path) -> Any:
     next(iter(rb))
     rb.dumps(folder / "dump")
     rb.loads(folder / "dump")
-    TrajectoryIndex.of(rb.storage).whole()
+    TrajectoryIndex(rb.storage).whole()
     return rb
 
 

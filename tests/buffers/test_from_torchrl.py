@@ -90,7 +90,7 @@ def test_episodes_of_a_data_set_do_not_run_into_each_other(tmp_path):
         data_set, 20, scratch_dir=tmp_path / "rows", share_next=True, sampler=MinibatchSampler(), batch_size=5
     )
     assert (len(rb), rb.storage.max_size, rb.batch_size) == (9, 20, 5)
-    _, ahead, _ = TrajectoryIndex.of(rb.storage).reach(torch.arange(9))
+    _, ahead, _ = TrajectoryIndex(rb.storage).reach(torch.arange(9))
     assert ahead.tolist() == [2, 1, 0, 3, 2, 1, 0, 1, 0]
     assert "episode" in ReplayBuffer.from_torchrl(data_set, trajectory_key=None).storage[:].keys()
 

@@ -110,7 +110,7 @@ def test_an_episode_without_an_end_does_not_run_into_the_next():
     buffers = [minari.data_collector.EpisodeBuffer(observations=number, actions=number[:3], **flags) for _ in range(2)]
     spaces = {"observation_space": Box(0, 9, (1,), np.float64), "action_space": Box(0, 9, (1,), np.float64)}
     rb = ReplayBuffer.from_minari(minari.create_dataset_from_buffers("toy/open-v0", buffers, **spaces))
-    _, ahead, _ = TrajectoryIndex.of(rb.storage).reach(torch.arange(6))
+    _, ahead, _ = TrajectoryIndex(rb.storage).reach(torch.arange(6))
     assert ahead.tolist() == [2, 1, 0, 2, 1, 0]
 
 

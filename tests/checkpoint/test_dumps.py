@@ -245,7 +245,7 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
 def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tmp_path):
     rb = make(sampler, lanes=lanes)
-    TrajectoryIndex.of(rb.storage)
+    TrajectoryIndex(rb.storage)
     for number in range(written):
         step(rb, number, lanes)
     rb.dumps(tmp_path)
@@ -263,7 +263,7 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
         start = rb.writer._cursor if rb.full else 0
         assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
         assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
-    index, fresh = TrajectoryIndex.of(again.storage), TrajectoryIndex(again.storage)
+    index, fresh = TrajectoryIndex(again.storage), TrajectoryIndex(again.storage)
     rows = torch.arange(len(again))
     for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
         assert torch.equal(left, right)

@@ -219,18 +219,18 @@ def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, file: str, k
 
 def test_damaged_numbers_of_episodes_are_refused_or_reach_no_other_memory():
     rb = make("n-step")
-    state, before = rb.storage.state_dict(), TrajectoryIndex.of(rb.storage).reach(torch.arange(30))
+    state, before = rb.storage.state_dict(), TrajectoryIndex(rb.storage).reach(torch.arange(30))
     saved = state["episodes"]
     for name, wrong in {"back": saved["back"][:, 1:], "following": saved["following"].int(), "done_key": []}.items():
         with pytest.raises(ValueError, match="saved"):
             rb.storage.load_state_dict(state | {"episodes": saved | {name: wrong}})
-    assert all(map(torch.equal, TrajectoryIndex.of(rb.storage).reach(torch.arange(30)), before))
+    assert all(map(torch.equal, TrajectoryIndex(rb.storage).reach(torch.arange(30)), before))
     forged = {
         "back": torch.full_like(saved["back"], 2**31 - 1),
         "following": torch.full_like(saved["following"], 2**62),
     }
     rb.storage.load_state_dict(state | {"episodes": saved | forged})
-    back, ahead, _ = TrajectoryIndex.of(rb.storage).reach(torch.arange(30))
+    back, ahead, _ = TrajectoryIndex(rb.storage).reach(torch.arange(30))
     assert back.min() >= 0
     assert ahead.min() >= 0
     assert (back + ahead).max() < 30

@@ -80,7 +80,7 @@ def test_samplers_of_others_are_planned_too() -> None:
 @pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
 def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[int, ...]) -> None:
     rb = ReplayBuffer(storage=PackedStorage(10_000, ndim=ndim), dim_extend=0)
-    index = TrajectoryIndex.of(rb.storage)
+    index = TrajectoryIndex(rb.storage)
     rb.extend(transitions(SCHEMAS["halfcheetah"], 5, lanes))
     index.steps_back(torch.zeros(1, dtype=torch.int64))
     needed = plan(rb)

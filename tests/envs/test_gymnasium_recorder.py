@@ -231,7 +231,7 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
     assert torch.equal(rb.storage["observation"][3], torch.from_numpy(first))
     while not recorder._ended.any():
         recorder.step(0)
-    assert TrajectoryIndex.of(rb.storage).steps_ahead(torch.tensor([0])).item() == 2
+    assert TrajectoryIndex(rb.storage).steps_ahead(torch.tensor([0])).item() == 2
     assert rb.episode_stats is not None
     assert rb.episode_stats.history()["length"].tolist() == [len(rb) - 3]
 
@@ -502,7 +502,7 @@ def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capaci
     assert not first & second
     batch = rb.sample()  # the third next observation of an episode, or its last
     t, e = batch["index"].unbind(-1)
-    _, ahead, ended = TrajectoryIndex.of(rb.storage).reach((t, e))
+    _, ahead, ended = TrajectoryIndex(rb.storage).reach((t, e))
     assert torch.equal(batch["steps_to_next_obs"].flatten(), (ahead + 1).clamp(max=3))
     assert ended.any()
 

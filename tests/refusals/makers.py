@@ -177,7 +177,7 @@ def filled(sampler: Any = None, rows: Any = None, **options: Any) -> Any:
 
 
 def index_of(storage: Any) -> Any:
-    return td.TrajectoryIndex.of(storage)
+    return td.TrajectoryIndex(storage)
 
 
 def tensors() -> Any:

@@ -179,7 +179,7 @@ REFUSALS: Table = {
         (lambda storage: td.TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).reach(0), KeyError,
          "leave it out of share_next"),
     ],
-    ("TrajectoryIndex.of", nothing): [
+    ("TrajectoryIndex of other rows", nothing): [
         *((lambda _, entries=entries: ended(entries), error, word) for entries, error, word in [
             ({"x": zeros(2, 1)}, KeyError, r"store \('next', 'done'\) \(or .*'terminated'.*'truncated'.*ids"),
             ({"done": zeros(2, 1).bool()}, KeyError, "no row marks the end of a trajectory"),

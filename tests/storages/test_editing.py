@@ -243,7 +243,7 @@ def test_what_a_sequence_repeats_is_not_written():
 def test_trajectories_are_read_again_only_if_their_ends_are_written():
     made = Numbered()
     made.write(9)
-    trajectories, storage = TrajectoryIndex.of(made.rb.storage), made.rb.storage
+    trajectories, storage = TrajectoryIndex(made.rb.storage), made.rb.storage
     assert trajectories.length(torch.tensor([0])).tolist() == [9]
     batch, revision = made.rb.sample(), storage._mutation_revision
     made.rb.write_back(batch, ["state"])

@@ -36,7 +36,7 @@ def state_of(rb: ReplayBuffer) -> dict[str, Any]:
         rows = written_rows(rb.storage)
         by_age = rows[rb.storage[rows]["observation"][:, 0].argsort()]
         state["rows"] = {str(key): value.tolist() for key, value in copied(rb.chronological()).items(True, True)}
-        state["reach"] = [part.tolist() for part in TrajectoryIndex.of(rb.storage).reach(by_age)]
+        state["reach"] = [part.tolist() for part in TrajectoryIndex(rb.storage).reach(by_age)]
         sampler: Any = getattr(rb.sampler, "sampler", rb.sampler)
         state["priority"] = sampler.priority(by_age).tolist() if hasattr(sampler, "priority") else None
     return state

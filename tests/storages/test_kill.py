@@ -252,7 +252,7 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     assert rb[12:]["x"].tolist() == [*range(12, 24)]
     rb.extend(rows(31, 2))
     assert rb.chronological()["x"].tolist() == [*range(12, 33)]
-    found = TrajectoryIndex.of(rb.storage).steps_ahead(torch.arange(28, 33) % CAPACITY)
+    found = TrajectoryIndex(rb.storage).steps_ahead(torch.arange(28, 33) % CAPACITY)
     assert found.tolist() == [2, 1, 0, 0, 0]
 
 

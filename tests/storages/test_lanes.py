@@ -131,7 +131,7 @@ def test_an_actor_that_replaces_another_begins_an_episode(is_killed: bool) -> No
             actor.join(60)
         else:
             act(rb.lane(0), steps, False)
-    lengths = [TrajectoryIndex.of(rb.storage).length(torch.arange(length) * 2 + e) for e, length in ((0, 12), (1, 2))]
+    lengths = [TrajectoryIndex(rb.storage).length(torch.arange(length) * 2 + e) for e, length in ((0, 12), (1, 2))]
     assert [each.tolist() for each in lengths] == [[5] * 5 + [7] * 7, [2, 2]]
     batch = rb.sample(500)
     at_end = batch["index"][:, 0] == 4

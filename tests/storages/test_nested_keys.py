@@ -119,7 +119,7 @@ def keys_of(key: Callable[[str], Any]) -> list[Any]:
         (writer.value_key, lanes.lane_key),
         ReplayBuffer(sampler=ProportionalSampler(20), priority_key=key("td.error")).priority_key,
         td.PackedStorage(20, share_next=[key("a.obs")], frames={"pixels": 4}).dedup_options,
-        td.TrajectoryIndex.of(index, done_key=key("a.end"), traj_key=key("a.id")).keys,
+        td.TrajectoryIndex(index, done_key=key("a.end"), traj_key=key("a.id")).keys,
     ]
 
 

@@ -165,7 +165,7 @@ def test_trajectories_end_where_a_process_was_killed(tmp_path: Path, lanes: int)
     ends = [x for x in range(40) if x % 7 == 6 or x in (9, 22, 35, 39)]
     expected = [next(end for end in ends if end >= x) - x for x in range(40)]
     steps = torch.arange(40)
-    index = TrajectoryIndex.of(storage)
+    index = TrajectoryIndex(storage)
     where = (steps, torch.ones_like(steps)) if lanes else steps
     assert index.steps_ahead(where).tolist() == expected
     storage._bump_mutation_revision()  # the look-up reads all rows again
@@ -311,7 +311,7 @@ def test_a_closed_buffer_frees_its_folder(tmp_path: Path) -> None:
             rb.sample()
         with pytest.raises(RuntimeError, match=r"call close\(\) of the buffers"):
             opened(tmp_path)
-    look_up = TrajectoryIndex.of(rb.storage).whole
+    look_up = TrajectoryIndex(rb.storage).whole
     for use in (rb.sample, rb.state_dict, rb.chronological, look_up, lambda: rb.extend(rows(torch.arange(3)))):
         with pytest.raises(RuntimeError, match="has been closed"):
             use()

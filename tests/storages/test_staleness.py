@@ -183,7 +183,7 @@ def test_days_of_writes_pass_the_limits_of_integers(limit: int, sampler: Any, la
         rb.storage.ring.numbers[REVISION] = limit - 20
         rb.storage.ring.written += limit - 30
     rb.stale_updates._numbers[0] = limit - 5
-    trajectories = TrajectoryIndex.of(rb.storage)
+    trajectories = TrajectoryIndex(rb.storage)
     written = stale = 0
     while written < 120:
         batch = rb.sample() if written else None

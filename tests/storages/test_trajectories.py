@@ -49,7 +49,7 @@ def test_rows_are_named_in_every_form():
     rb = ReplayBuffer(storage=PackedStorage(12, ndim=2))
     done = torch.tensor([[0, 1], [0, 0], [1, 0]], dtype=torch.bool)  # [T, E]
     rows = rb.extend(TensorDict({"next": {"done": done.T}}, [2, 3]))
-    index = TrajectoryIndex.of(rb.storage)
+    index = TrajectoryIndex(rb.storage)
     flat = torch.arange(6)
     t, e = flat // 2, flat % 2
     for form in (flat, (t, e), torch.stack([t, e], -1), rows, flat.int()):
@@ -66,11 +66,11 @@ def test_a_storage_has_one_pair_of_keys():
     data = steps([0, 0, 1, 0], ids=[0, 1, 1, 1])
     data["end"] = torch.tensor([1, 0, 0, 0]).bool()
     rb.extend(data)
-    index = TrajectoryIndex.of(rb.storage, done_key="end", traj_key=None)
+    index = TrajectoryIndex(rb.storage, done_key="end", traj_key=None)
     assert [found[0] for found in reach(index, 4)] == [0, 0, 1, 2]
-    assert TrajectoryIndex.of(rb.storage, done_key=("end",), traj_key=None).done_key == ("end",)
+    assert TrajectoryIndex(rb.storage, done_key=("end",), traj_key=None).keys.done_key == ("end",)
     with pytest.raises(ValueError, match=r"done_key=\('end',\) and traj_key=None, not by .*use one pair"):
-        TrajectoryIndex.of(rb.storage)
+        TrajectoryIndex(rb.storage)
 
 
 @pytest.mark.parametrize("often", [0.01, 0.0])
@@ -80,7 +80,7 @@ def test_a_large_random_ring_by_numpy(often):
     n, capacity = 1_300_001, 1_000_000
     done = rng.random(n) < often
     rb = ReplayBuffer(storage=PackedStorage(capacity))
-    index = TrajectoryIndex.of(rb.storage)
+    index = TrajectoryIndex(rb.storage)
     for part in np.split(done, [1, 400_000, 999_999, 1_000_002]):
         rb.extend(TensorDict({"next": {"done": torch.from_numpy(part)}}, [len(part)]))
     kept = done[-capacity:]
@@ -116,7 +116,7 @@ def test_an_edit_is_noticed_whatever_happens_to_the_rows_around_it(how, edits_be
     rb = ReplayBuffer(storage=PackedStorage(8))
     rb.extend(steps([0] * 8))
     rb["next", "done"].fill_(True)
-    assert reach(TrajectoryIndex.of(rb.storage), 8) == [(0, 0, True)] * 8
+    assert reach(TrajectoryIndex(rb.storage), 8) == [(0, 0, True)] * 8
     if edits_before:
         rb["next", "done"].fill_(False)
     if how == "pickled":
@@ -127,9 +127,9 @@ def test_an_edit_is_noticed_whatever_happens_to_the_rows_around_it(how, edits_be
         rb.storage[:]["x"].share_memory_()
     if not edits_before:
         rb["next", "done"].fill_(False)
-    assert reach(TrajectoryIndex.of(rb.storage), 8) == [(j, 7 - j, False) for j in range(8)]
+    assert reach(TrajectoryIndex(rb.storage), 8) == [(j, 7 - j, False) for j in range(8)]
     rb.extend(steps([0]))
-    assert reach(TrajectoryIndex.of(rb.storage), 8)[0] == (7, 0, False)
+    assert reach(TrajectoryIndex(rb.storage), 8)[0] == (7, 0, False)
 
 
 def of_one(first: int, *, done: bool) -> TensorDict:
@@ -300,7 +300,7 @@ def test_a_load_and_another_restart_join_no_episodes(tmp_path: Path) -> None:
         rb.dumps(tmp_path / "dump")
         rb.loads(tmp_path / "dump")
     with run(200, 1) as rb:
-        assert TrajectoryIndex.of(rb.storage).length(torch.arange(6)).tolist() == [3] * 6
+        assert TrajectoryIndex(rb.storage).length(torch.arange(6)).tolist() == [3] * 6
 
 
 @needs_fork
@@ -319,7 +319,7 @@ def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
     with opened() as rb:
         lane = rb.lane(0).chronological()
         at = torch.stack([(rb[:]["x"] == x).nonzero()[0] for x in lane["x"]])
-        lengths = TrajectoryIndex.of(rb.storage).length((at[:, 1], at[:, 0]))
+        lengths = TrajectoryIndex(rb.storage).length((at[:, 1], at[:, 0]))
         assert dict(zip(lane["x"].tolist(), lengths.tolist(), strict=True)) == {1: 1, 100: 2, 101: 2}
 
 
@@ -330,9 +330,9 @@ def test_a_refused_first_write_of_a_handle_ends_no_episode() -> None:
         handle.extend(stored(first, [0] * 2))
         with pytest.raises(SchemaError):
             rb.lane(0).extend(stored(9, [0]).exclude("note"))
-    assert TrajectoryIndex.of(rb.storage).length((torch.arange(6), torch.zeros(6).long())).tolist() == [6] * 6
+    assert TrajectoryIndex(rb.storage).length((torch.arange(6), torch.zeros(6).long())).tolist() == [6] * 6
     rb.lane(0).extend(stored(6, [0]))
-    assert TrajectoryIndex.of(rb.storage).length((torch.arange(7), torch.zeros(7).long())).tolist() == [6] * 6 + [1]
+    assert TrajectoryIndex(rb.storage).length((torch.arange(7), torch.zeros(7).long())).tolist() == [6] * 6 + [1]
 
 
 @needs_fork
@@ -358,7 +358,7 @@ def test_an_episode_cut_by_a_whole_ring_is_not_whole() -> None:
     sampler = EpisodeSampler(by="episode")
     rb = ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2), sampler=sampler, batch_size=8)
     rb.extend(stored(0, [7, 7]), lanes=0)
-    TrajectoryIndex.of(rb.storage).whole()
+    TrajectoryIndex(rb.storage).whole()
     rb.extend(stored(2, [7, 7, 8, 8]), lanes=0)  # as many rows as a lane has
     with pytest.raises(RuntimeError):
         rb.sample()
@@ -379,7 +379,7 @@ def test_an_episode_cut_by_a_new_rollout_is_not_whole() -> None:
     rb = RolloutBuffer(6, sampler=EpisodeSampler(by="episode"), batch_size=4, partial=True)
     rb.extend(stored(0, [0] * 6))
     rb.sampler.can_sample(rb.storage, 4)
-    TrajectoryIndex.of(rb.storage).whole()
+    TrajectoryIndex(rb.storage).whole()
     rb.extend(stored(6, [0] * 3, done=[7]))
     with pytest.raises(RuntimeError):
         rb.sample()
@@ -402,7 +402,7 @@ def test_processes_share_the_episodes_of_keys_of_ones_own() -> None:
     storage = PackedStorage(20, shared=True)
     rb = ReplayBuffer(storage=storage)
     rb.extend(stored(0, [0] * 3, with_ids=False).set("end", torch.tensor([False, False, True])))
-    index = TrajectoryIndex.of(storage, done_key="end", traj_key=None)
+    index = TrajectoryIndex(storage, done_key="end", traj_key=None)
     assert index.length(torch.arange(3)).tolist() == [3] * 3
     forked(lambda: rb.extend(stored(3, [0] * 4, with_ids=False).set("end", torch.tensor([False, True, False, False]))))
     assert index.length(torch.arange(7)).tolist() == [3, 3, 3, 2, 2, 2, 2]
@@ -411,6 +411,6 @@ def test_processes_share_the_episodes_of_keys_of_ones_own() -> None:
 def test_breaks_of_keys_of_ones_own_outlast_reopenings(tmp_path: Path) -> None:
     for first in (0, 3, 6):
         with ReplayBuffer(storage=PackedStorage(20, scratch_dir=tmp_path, reopen=True)) as rb:
-            index = TrajectoryIndex.of(rb.storage, done_key="end", traj_key=None)
+            index = TrajectoryIndex(rb.storage, done_key="end", traj_key=None)
             rb.extend(stored(first, [0] * 3, with_ids=False).set("end", torch.zeros(3, dtype=torch.bool)))
             assert index.length(torch.arange(first + 3)).tolist() == [3] * (first + 3)

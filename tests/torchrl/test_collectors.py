@@ -46,7 +46,7 @@ def check_trajectories(rb: Any) -> None:
     rows, lanes = rb.storage[:], rb.storage.shape[1:].numel() if rb.storage.ndim > 1 else 1
     flat = TensorDict({key: rows[key].flatten(0, rb.storage.ndim - 1) for key in KEYS}, [len(rb)])
     cells = torch.arange(len(rb))
-    joined = cells[TrajectoryIndex.of(rb.storage).steps_ahead(cells) > 0]
+    joined = cells[TrajectoryIndex(rb.storage).steps_ahead(cells) > 0]
     assert len(joined) > len(rb) // 2
     here, following = flat[joined], flat[(joined + lanes) % len(rb)]
     assert torch.equal(here["collector", "traj_ids"], following["collector", "traj_ids"])

@@ -221,7 +221,7 @@ def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(lanes):
     """Steps of the last rollout that are not replaced yet are no longer stored."""
     world = make_world(lanes)
     rb = rollouts(world, 6)
-    trajectories = TrajectoryIndex.of(rb.storage)
+    trajectories = TrajectoryIndex(rb.storage)
     ends: dict[str, Any] = {name: torch.zeros(lanes, 6, dtype=torch.bool) for name in ("terminated", "truncated")}
     for way in WAYS:
         data = world.steps(6, **ends)

@@ -27,7 +27,7 @@ CPU. On other devices than the CPU, ``left`` is computed for all rows when it is
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,25 +68,6 @@ class Lanes(NamedTuple):
     following_after: Tensor  # ``[2, E]`` int64
     tail: Tensor  # ``[E]`` int64
     written: Tensor  # ``[E]`` int64
-
-
-class Stored(Protocol):
-    """The episodes of a storage."""
-
-    @property
-    def address(self) -> int:
-        """The address of the ``EPISODES`` record; 0 where torch takes the place of loops."""
-
-    @property
-    def steps(self) -> int:
-        """T, the slots of a lane."""
-
-    @property
-    def lanes(self) -> int:
-        """E, the number of lanes."""
-
-    def spans(self, cells: Tensor) -> Spans:
-        """Look up the stored rows at flat indices ``cells``, ``[B]``."""
 
 
 def spans(of: Lanes, cells: Tensor) -> Spans:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
-from rlbuf_td.kernels.episodes import Stored
+from rlbuf_td.kernels.episodes import Spans
 from rlbuf_td.kernels.host_memory import HostTensors, address_of
 
 #: The strategies, in the order of their thresholds.
@@ -28,14 +28,13 @@ class Law(NamedTuple):
     log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
 
 
-def choose_goals(episodes: Stored, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Return for each of the rows ``cells`` the row that provides its new goal, and a mask of the rows that get one.
+def choose_goals(spans: Spans, uniform: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    """Return how many steps after each row the one that provides its new goal is, and a mask of the rows that get one.
 
-    A row that keeps its goal is returned itself. ``live`` is the number of written rows.
+    The steps are 0 for rows that keep their goal, or get that of a ``random`` row.
     """
-    steps, lanes = episodes.steps, episodes.lanes
-    back, ahead, ended, _ = episodes.spans(cells)
-    strategy, where = torch.full_like(cells, len(STRATEGIES)), torch.zeros_like(uniform)
+    back, ahead, ended, _ = spans
+    strategy, where = torch.full_like(back, len(STRATEGIES)), torch.zeros_like(uniform)
     for number, (begin, end) in reversed([*enumerate(pairwise((0.0, *law.thresholds)))]):
         if begin < end:
             inside = uniform < end
@@ -45,23 +44,11 @@ def choose_goals(episodes: Stored, cells: Tensor, uniform: Tensor, law: Law, liv
     if law.log_gamma < 0:
         soon = torch.log1p(where * torch.expm1((ahead + 1) * law.log_gamma)) / law.log_gamma
     around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
-    offset = torch.where(strategy == 0, soon.long().clamp(max=ahead), torch.where(strategy == 1, ahead, around))
-    rows = (cells + offset * lanes) % (steps * lanes)
-    rows = torch.where(strategy == 3, (where * live).clamp(max=live - 1).long(), rows)
+    steps = torch.where(strategy == 0, soon.long().clamp(max=ahead), torch.where(strategy == 1, ahead, around))
     mask = strategy < len(STRATEGIES)
     if law.only_finished:
         mask &= ended | (strategy == 3)
-    return torch.where(mask, rows, cells), mask
-
-
-def windows(episodes: Stored, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of each row and the next ``n - 1`` rows, ``[B, n]``, and the number of steps after each row.
-
-    After the end of the trajectory, its last row is repeated. The number counts only steps of the trajectory.
-    """
-    ahead = episodes.spans(rows).ahead
-    offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
-    return (rows[:, None] + offset * episodes.lanes) % (episodes.steps * episodes.lanes), ahead
+    return torch.where(mask & (strategy < 3), steps, 0), mask
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
