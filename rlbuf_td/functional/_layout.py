@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ _WIDE_INTEGERS = (torch.int32, torch.int64)
 _FLAGS = ("done", "terminated")
 
 
-@dataclass(frozen=True)
-class TimeLayout:
+class TimeLayout(NamedTuple):
     """The shape, device and dtypes of the inputs of one call."""
 
     function: str
@@ -36,12 +34,13 @@ class TimeLayout:
         given = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
         inputs = {name: _checked(function, name, x, must_float=name in values) for name, x in given.items()}
         first = next(iter(inputs.values()))
-        shapes: dict[str, Any] = {name: tuple(x.shape) for name, x in inputs.items()}
-        devices: dict[str, Any] = {name: str(x.device) for name, x in inputs.items()}
-        for what, found in (("share one shape [*batch, T, *features]", shapes), ("be on one device", devices)):
-            if len({*found.values()}) != 1:
-                raise ValueError(f"{function}: all inputs must {what}, got {found}.")
-        shape = tuple(first.shape)
+        shape, device = tuple(first.shape), first.device
+        if any(x.shape != shape for x in inputs.values()):
+            found: dict[str, Any] = {name: tuple(x.shape) for name, x in inputs.items()}
+            raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {found}.")
+        if any(x.device != device for x in inputs.values()):
+            found = {name: str(x.device) for name, x in inputs.items()}
+            raise ValueError(f"{function}: all inputs must be on one device, got {found}.")
         if first.numel() == 0:
             raise ValueError(f"{function}: the inputs are empty (shape {shape}): there are no steps.")
         if not -first.ndim <= time_dim < first.ndim:
@@ -53,12 +52,12 @@ class TimeLayout:
         compute_dtype = torch.promote_types(out_dtype, torch.float64 if is_wide else inputs["reward"].dtype)
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
         sizes = math.prod(shape[:time_dim]), shape[time_dim], math.prod(shape[time_dim + 1 :])
-        flat = {name: x.detach().resolve_neg().reshape(sizes) for name, x in inputs.items()}
-        columns = [x if name in _FLAGS else x.to(compute_dtype) for name, x in flat.items()]
-        return cls(function, first.shape, time_dim, sizes, first.device, compute_dtype, out_dtype), columns
+        columns = [_shaped(x.detach().resolve_neg(), sizes) for x in inputs.values()]
+        columns[:-2] = [x.to(compute_dtype) for x in columns[:-2]]
+        return cls(function, first.shape, time_dim, sizes, device, compute_dtype, out_dtype), columns
 
     def restore(self, x: Tensor) -> Tensor:
-        return x.reshape(self.shape).to(self.out_dtype)
+        return _shaped(x, self.shape).to(self.out_dtype)
 
     def mask(self, mask: Tensor) -> Tensor:
         """Check a bool mask of the inputs' shape, or of their first dims; return it as ``[L, T, F]``."""
@@ -93,6 +92,10 @@ def coefficient(function: str, name: str, x: float) -> float:
     if not 0.0 <= x <= 1.0:
         raise ValueError(f"{function}: {name} must lie in [0, 1], got {x}.")
     return x
+
+
+def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x if x.shape == shape else x.reshape(shape)  # even to the same shape, ``reshape`` takes 4 us in a loop
 
 
 def _checked(function: str, name: str, x: Tensor | None, *, must_float: bool) -> Tensor:

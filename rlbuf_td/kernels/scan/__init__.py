@@ -2,7 +2,8 @@
 
 The recurrence is ``x[t] = a[t] + b[t] * x[t + 1]`` with ``x[T] = 0``. Where ``b[t]`` is 0, at the end of a trajectory,
 ``x[t + 1]`` is ignored, even if it is NaN or infinite. All tensors are ``[L, T, F]``: L lanes, T time steps, F
-features. On the CPU, numba computes the recurrence; on other devices, and under ``torch.compile``, torch operations do.
+features; none is lazily negated. On the CPU, numba computes the recurrence; on other devices, and under
+``torch.compile``, torch operations do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from rlbuf_td.kernels.host_memory import addresses_of
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
-_empty_like = torch.empty_like  # saves look-ups for short rollouts
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
@@ -53,28 +53,14 @@ def spread(x: float | Tensor, like: Tensor) -> Tensor:
 
 def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     """Return GAE advantages and value targets; done and terminated are bool, the other columns are floating point."""
-    if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*columns):
-        out = gae_contiguous(gamma, lmbda, tuple(x.contiguous() for x in columns), *columns[0].shape)
-        if out is not None:
-            return out
-    delta, decay = gae_terms(gamma, lmbda, columns)
-    advantage = reverse_scan(delta, decay)
-    return advantage, advantage + columns[0]
-
-
-def gae_contiguous(
-    gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
-) -> tuple[Tensor, Tensor] | None:
-    """Implement :func:`gae` with numba, without checks, for contiguous CPU columns.
-
-    Return None under ``torch.compile``, and if a column is lazily negated: its memory has the opposite sign.
-    """
-    if backend_of(columns[0]) != "numba" or any(map(Tensor.is_neg, columns)):
-        return None
-    value = columns[0]
-    advantage, target = _empty_like(value), _empty_like(value)
-    places = addresses_of((*columns, advantage, target))
-    rollout, dtype = (gamma, gamma * lmbda, *places, lanes, steps, features), _DTYPES[value.dtype]
+    if isinstance(gamma, Tensor) or isinstance(lmbda, Tensor) or not _is_for_numba(*columns):
+        delta, decay = gae_terms(gamma, lmbda, columns)
+        advantage = reverse_scan(delta, decay)
+        return advantage, advantage + columns[0]
+    given = [x.contiguous() for x in columns]
+    advantage, target = torch.empty_like(given[0]), torch.empty_like(given[0])
+    rollout = gamma, gamma * lmbda, *addresses_of((*given, advantage, target)), *advantage.shape
+    dtype = _DTYPES[advantage.dtype]
     loop("scan.cpu", "gae", dtype=dtype)(rollout, dtype)
     return advantage, target
 
@@ -83,7 +69,7 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     """Return ``x`` with ``x[t] = a[t] + b[t] * x[t + 1]`` in dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
-    a, b = a.resolve_neg().contiguous(), b.resolve_neg().expand_as(a).contiguous()
+    a, b = a.contiguous(), b.expand_as(a).contiguous()
     x = torch.empty_like(a)
     dtype = _DTYPES[a.dtype]
     loop("scan.cpu", "scan", dtype=dtype)(*addresses_of((a, b, x)), *a.shape, dtype)

@@ -93,7 +93,7 @@ def _gae_rows(gamma, decay, columns):
 
 @_contracted
 def gae(rollout: Rollout, dtype):
-    """Implement :func:`rlbuf_td.kernels.scan.gae_contiguous`."""
+    """Implement :func:`rlbuf_td.kernels.scan.gae`."""
     gamma, decay = dtype(rollout.gamma), dtype(rollout.decay)
     lanes, steps, features = rollout.lanes, rollout.steps, rollout.features
     if features > 1:
