@@ -108,5 +108,5 @@ def rewarded(shape: tuple[int, ...], lanes: int, declared: bool = False) -> Any:
     env = SyncVectorEnv([partial(Rewarded, shape, declared)] * lanes, autoreset_mode=AutoresetMode.SAME_STEP)
     env._rewards = np.zeros((lanes, *shape))  # as multi-objective vector environments do
     if declared:
-        env.reward_space = gymnasium.spaces.Box(-9, 9, shape)
+        env.reward_space = gymnasium.spaces.Box(-9, 9, shape)  # pyrefly: ignore [missing-attribute]
     return env

@@ -689,7 +689,7 @@ class Machine:
             other.extend(1 + a % 5)
         for _ in range(2):  # the second batch is compiled
             batch = mixture.sample()
-            parts = [batch[batch["source"] == place].exclude("source", "priority_weight") for place in (0, 1)]
+            parts = [batch.exclude("source", "priority_weight")[batch["source"] == place] for place in (0, 1)]
             anchors, _ = self.check_batch(parts[0]), other.check_batch(parts[1])
             if self.is_prioritized:
                 errors = torch.tensor([(a + k) % 9 / 4 for k in range(len(batch))])

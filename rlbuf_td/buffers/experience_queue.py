@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.buffers.waiting import POLL, ShutDown, SlowWrite, refuse_cancelled
+from rlbuf_td.buffers.waiting import POLL, Cancels, ShutDown, SlowWrite, refuse_cancelled
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.writers import QueueWriter
 
@@ -119,7 +119,7 @@ class ExperienceQueue(ReplayBuffer):
         *,
         wait: bool = True,
         timeout: float | None = None,
-        cancel_event: Any = None,
+        cancel_event: Cancels | None = None,
     ) -> Any:
         """Return the oldest ``batch_size`` rows and remove them from the queue; see :meth:`ReplayBuffer.sample`.
 
@@ -148,7 +148,11 @@ class ExperienceQueue(ReplayBuffer):
             raise ValueError(f"{sizes} in a queue of {rows} rows: {remedy}")
 
     def _once_possible(
-        self, call: Callable[[], Result], timeout: float | None, own_size: int | None = None, cancel_event: Any = None
+        self,
+        call: Callable[[], Result],
+        timeout: float | None,
+        own_size: int | None = None,
+        cancel_event: Cancels | None = None,
     ) -> Result:
         """Repeat ``call`` while it raises Full or Empty, for up to ``timeout`` seconds; return its result.
 
@@ -164,7 +168,7 @@ class ExperienceQueue(ReplayBuffer):
             except (Full, Empty) as error:
                 if isinstance(error, Full):
                     text = f"{error}. Sample in another thread or process, or make the storage larger"
-                    slow_write.check(lambda text=text: text, stacklevel=3)  # type: ignore[misc]
+                    slow_write.check(lambda text=text: text, stacklevel=3)
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{error}, for {timeout} seconds") from None
                 self._refuse_blocking(own_size, self.parts.writer.largest_write)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.writes import Beginning
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 
 class Lane:
@@ -42,7 +44,7 @@ class Lane:
         torch.Size([2])
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer, lane: int) -> None:
+    def __init__(self, buffer: ReplayBuffer, lane: int) -> None:
         storage = buffer.storage
         if storage.ndim != 2:
             raise ValueError(f"lanes are those of a PackedStorage(max_size, ndim=2), this one has ndim={storage.ndim}")

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
@@ -21,7 +20,10 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 
-Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+Buffer = TypeVar("Buffer", bound="ReplayBuffer")
 INFO, _REWARD = "info", ("next", "reward")
 _WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes per write, because Minari opens its file for each write
 
@@ -48,7 +50,7 @@ def import_minari(
     first = next(episodes, None)
     if first is None:
         raise ValueError(f"{dataset.id} has no transitions")
-    rb = cls.from_schema(first[0], capacity or steps, **kwargs)
+    rb = cls.from_schema(cast("TensorDict", first[0]), capacity or steps, **kwargs)
     flow, rb.flow = rb.flow, None  # no write waits for a batch
     with ThreadPoolExecutor(1) as pool:
         if rb.storage.scratch_dir is None:  # another thread touches the pages first: page faults in writes cost more
@@ -161,12 +163,12 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
     """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``."""
     observation_space, action_space = spaces
     is_dict = type(observation_space).__name__ == "Dict"
-    before, after = (part if is_dict else part.get(OBSERVATION, None) for part in (rows, rows["next"]))
+    before, after = (part if is_dict else part.get(OBSERVATION, None) for part in (rows, rows.get("next")))
     result = {
         "observations": _values(observation_space, before, after, (OBSERVATION,)),
         "actions": _values(action_space, rows.get("action", None), None, ("action",)),
     }
-    after = rows["next"]
+    after = rows.get("next")
     for name, key in (("rewards", "reward"), ("terminations", "terminated"), ("truncations", "truncated")):
         if key not in after.keys():
             raise SchemaError(f"the rows have no {show_key(('next', key))}, which a Minari episode holds")

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -147,7 +147,8 @@ class ReplayBufferMixture:
         if len(found) == len(self._checked) and all(map(is_, found, self._checked)):
             return
         refuse_entries(self.members)
-        kinds_of = {name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in rows[name].layout.leaves} for name in rows}
+        leaves_of = {name: storage.all_rows().layout.leaves for name, storage in rows.items()}
+        kinds_of = {name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves} for name, leaves in leaves_of.items()}
         refuse_difference(kinds_of, reserved)
         self._checked = found
 
@@ -254,7 +255,7 @@ class ReplayBufferMixture:
                 more[SAMPLED_AT] = stamps if SAMPLED_AT not in rows.keys() else rows[SAMPLED_AT]
             set_entries_(rows, more)
         refuse_difference({name: kinds(part.rows) for name, part in parts.items()})
-        return torch.cat([part.rows for part in parts.values()])
+        return torch.cat([part.rows for part in parts.values()])  # pyrefly: ignore [bad-argument-type, bad-return]
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
@@ -506,7 +507,7 @@ def window_of(sampler: Sampler) -> int:
     """Return a number that must divide the batch size: the length of windows or slices, the number of slices, or 1."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
-    return (sampler.slice_len or sampler.num_slices) if isinstance(sampler, SliceSampler) else 1
+    return (sampler.slice_len or sampler.num_slices or 1) if isinstance(sampler, SliceSampler) else 1
 
 
 INDICES = "index", "anchor_index"
@@ -514,7 +515,7 @@ INDICES = "index", "anchor_index"
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
     """Return index entries ``[B]`` as ``[B, 2]``, (time step, lane); the lane is 0."""
-    flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
+    flat = {key: rows.get(key) for key in INDICES if key in rows.keys() and rows.get(key).ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
 
@@ -556,7 +557,7 @@ def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> t
     """
     parts = member.parts
     if parts.wrapper is not None:
-        batch = batch[is_own]
+        batch = cast("TensorDictBase", batch[is_own])
     elif has_lane(member, batch):
         batch = batch.copy()
     index, td_error, stamp = parts.errors_of(without_lane(member, batch), 1, member.priority_key)

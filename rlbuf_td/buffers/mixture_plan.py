@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -132,7 +132,7 @@ class MixturePlan:
                     self._part(*each).weight.mul_(factor)
             report[_WEIGHT].copy_(self.drawn.weight)
         set_entries_(slot.batch, report)
-        return slot.batch if end == self.size else slot.batch[:end].clone()
+        return slot.batch if end == self.size else cast("TensorDict", slot.batch[:end]).clone()
 
     def _part(self, begin: int, end: int) -> _Part:
         found = self.parts_by_bounds.get((begin, end))

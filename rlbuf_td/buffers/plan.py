@@ -71,7 +71,7 @@ class Plan(ABC):
     def refuse_unknown(self, info: dict[Any, Any]) -> None:
         """Raise a SchemaError if a user's sampler adds an entry under a name that the rows have."""
         if not info.keys() <= self.report_keys:
-            refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)  # type: ignore[union-attr]
+            refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)  # pyrefly: ignore [missing-attribute]
 
 
 class GeneralPlan(Plan):

@@ -7,17 +7,19 @@ from concurrent.futures import Future
 from functools import partial
 from operator import is_
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.listeners import WeakReference
 from rlbuf_td.storages.torchrl_parts import generator_of
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
@@ -42,7 +44,7 @@ class Prefetcher:
     ``_futures_lock``.
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer, ahead: int) -> None:
+    def __init__(self, buffer: ReplayBuffer, ahead: int) -> None:
         if ahead < 0:
             raise ValueError(f"prefetch must be at least 0, got {ahead}")
         self.ahead = ahead
@@ -78,7 +80,7 @@ class Prefetcher:
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()
         return _Batch(sample, written, progress)
 
-    def _finish(self, buffer: TensorDictReplayBuffer, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
+    def _finish(self, buffer: ReplayBuffer, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
         sample = buffer._finish(batch, report)
         before, self._seconds = self._seconds, perf_counter() - start

@@ -11,7 +11,7 @@ from html import escape
 from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 from weakref import ref
 
 import numpy as np
@@ -42,6 +42,7 @@ from rlbuf_td.buffers.parts import (
 )
 from rlbuf_td.buffers.plan import GeneralPlan, Plan, plan_of, why_not_compiled
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
+from rlbuf_td.buffers.waiting import Cancels
 from rlbuf_td.checkpoint.buffer import at_rest, capture, dump_buffer, load_buffer, refuse, restore
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, health
@@ -175,6 +176,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     __signature__ = OwnSignature()
     _has_environment = False  # made for an environment: rows that are shared get trajectory ids
+    _storage: PackedStorage
+    _dim_extend: int
+    if TYPE_CHECKING:  # TorchRL's properties have no types
+
+        @property
+        def storage(self) -> PackedStorage: ...  # pyrefly: ignore [bad-override]
 
     def __new__(cls, *args: Any, storage: Any = None, **kwargs: Any) -> Any:
         """Return a buffer of TorchRL's if ``storage`` is another one than a :class:`PackedStorage`."""
@@ -201,7 +208,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self.parts: Parts = None  # type: ignore[assignment]  # until initialized
+        self.parts: Parts = None  # pyrefly: ignore [bad-assignment]  # until initialized
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self._last_draw: tuple[Any, ...] | None = None  # of a :class:`LastDraw`, which would take longer to make
         self.stale_updates = SharedCounter()
@@ -221,7 +228,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             "writer": RingWriter,
         }
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
-        super().__init__(priority_key=nested_key(priority_key), **kwargs)
+        super().__init__(priority_key=nested_key(priority_key), **kwargs)  # pyrefly: ignore [bad-argument-type]
         self._warned_batch_size_conflict = True  # TorchRL would warn of sample(n) with another n than batch_size
 
     # -- constructors
@@ -470,8 +477,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     def _maybe_make_storage(self, storage: Any, compilable: Any) -> Storage:
         made = super()._maybe_make_storage(storage, compilable)
-        require_packed(made, f"a {type(self).__name__}", _THEIRS)
-        return made
+        return require_packed(made, f"a {type(self).__name__}", _THEIRS)
 
     def _begin(self) -> Parts:
         """Connect the components; if they are refused, other buffers over the storage go on without this one."""
@@ -486,7 +492,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if self.shared or self._storage.shared:
                 self.share()
         except Exception:
-            self.parts = None  # type: ignore[assignment]
+            self.parts = None  # pyrefly: ignore [bad-assignment]
             torchrl_parts.listeners_of(self._storage).remove(self)
             raise
         return self.parts
@@ -518,7 +524,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return
         for other in torchrl_parts.listeners_of(storage):
             theirs = getattr(getattr(other, "parts", None), "prioritized", None)
-            if other is not self and theirs not in (None, own) and theirs.priorities.file is not None:
+            if other is not self and theirs is not None and theirs is not own and theirs.priorities.file is not None:
                 raise ValueError(
                     f"another buffer over this storage keeps its priorities in {storage.scratch_dir}/{PRIORITY_FILE}, "
                     "and two buffers would overwrite each other's: use one buffer, or a sampler without priorities "
@@ -546,6 +552,21 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     # -- samples
 
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, wait: bool = False, timeout: float | None = None
+    ) -> TensorDictBase: ...
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Cancels | None = None,
+    ) -> Any: ...
     @untraced("draws depend on numbers that no graph knows")
     def sample(
         self,
@@ -555,7 +576,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         *,
         wait: bool = False,
         timeout: float | None = None,
-        cancel_event: Any = None,
+        cancel_event: Cancels | None = None,
     ) -> Any:
         """Return a batch ``[B]`` in fresh memory, as a TensorDict; ``batch.numpy()`` returns a dict of NumPy arrays.
 
@@ -577,8 +598,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
             size = self._batch_size if batch_size is None else batch_size
-            is_plain = include_info and not return_info and type(size) is int and size in self.plans
-            if is_plain and self._returns_as_drawn:
+            is_plain = include_info and not return_info
+            if is_plain and type(size) is int and size in self.plans and self._returns_as_drawn:
                 return self._draw(size, is_returned=True)[0]
             return self._sample_now(batch_size, return_info, include_info)
         with self._permission(batch_size or self._batch_size, wait, timeout, cancel_event):
@@ -586,7 +607,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     @contextmanager
     def _permission(
-        self, rows: int | None, wait: bool, timeout: float | None, cancel_event: Any = None
+        self, rows: int | None, wait: bool, timeout: float | None, cancel_event: Cancels | None = None
     ) -> Iterator[None]:
         """Enter the ``with`` block once the sampler can draw a batch and flow control, if any, admits it.
 
@@ -671,7 +692,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return super().can_sample(batch_size)
 
     def wait_until_sampleable(
-        self, min_items: int | None = None, timeout: float | None = None, cancel_event: Any = None
+        self, min_items: int | None = None, timeout: float | None = None, cancel_event: Cancels | None = None
     ) -> bool:
         """Wait until :meth:`can_sample` returns True; return False after a timeout or a cancellation.
 
@@ -1179,7 +1200,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             flat = storage.skip_stale(flat, stamp)[0]
             kept = flat >= 0
             if "mask" in parts.report_keys and "mask" in batch.keys():
-                kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
+                kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
             flat = flat[kept]
             storage.edit_entries(flat, {key: value[kept] for key, value in values.items()})
             episodes = storage.episodes
@@ -1212,7 +1233,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 f"{self.dim_extend}): use rb[key] = value, or rb.storage.edit(change, index), which takes [T, E]"
             )
         self._refuse_rounding({key: value})
-        self.storage.edit(lambda data: setitem(data[key], ..., value), index)
+        self.storage.edit(lambda data: setitem(data.get(key), ..., value), index)
         return self
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
@@ -1483,6 +1504,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         name = type(self).__name__
         if not self.initialized:
             return f"{name}(not initialized)"
+        named: list[tuple[str, object]]
         named = [("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer)]
         if len(self.parts.transforms):
             named.append(("transform", self._transform))
@@ -1604,7 +1626,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     def _complete_reserved(self) -> None:
         """Add the entries that recorders, collectors and the writer will write to the reserved rows."""
-        storage, layout = self._storage, self._storage.layout
+        storage, layout = self._storage, self._storage.all_rows().layout
         schema = layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
         more = self._writer.added_entries(schema) if isinstance(self._writer, RolloutWriter) else {}
         if self._has_environment:
@@ -1704,7 +1726,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
         priority.
         """
-        require_packed(storage, "this buffer", "make another buffer for a storage of TorchRL's")
+        storage = require_packed(storage, "this buffer", "make another buffer for a storage of TorchRL's")
         self._refuse_if_shared("storage")
         refuse_unordered(self.sampler, self.writer, storage)
         refuse_stored(self.sampler, storage)
@@ -1777,7 +1799,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             yield from super().__iter__()
             return
         if self._sampler.ran_out and not ahead.has_batches:
-            self._sampler.ran_out = False
+            self._sampler.ran_out = False  # pyrefly: ignore [read-only]
         while not self._sampler.ran_out or ahead.has_batches:
             yield self.sample()
 
@@ -1802,7 +1824,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return self.flow is not None and not self.shared
 
     def _reset_worker_state(self) -> None:
-        super()._reset_worker_state()
+        super()._reset_worker_state()  # pyrefly: ignore [missing-attribute]  # of TorchRL's next release
         self.prefetcher = None
 
     # -- pickling

@@ -104,6 +104,8 @@ class RolloutBuffer(ReplayBuffer):
         (2, 3)
     """
 
+    _writer: RolloutWriter
+
     def __init__(
         self,
         num_steps: int,
@@ -144,10 +146,10 @@ class RolloutBuffer(ReplayBuffer):
             "value_network": value_network,
             "group": group,
         }
-        writer = _part("writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout)
+        made: RolloutWriter = _part("writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout)
         epoch = {"epochs": epochs, "shuffle": shuffle, "drop_last": drop_last, "sequence_length": sequence_length}
-        sampler = _part("sampler", sampler, partial_of(_sampler_for, writer, num_steps, batch_size), **epoch)
-        super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
+        sampler = _part("sampler", sampler, partial_of(_sampler_for, made, num_steps, batch_size), **epoch)
+        super().__init__(storage=storage, sampler=sampler, writer=made, batch_size=batch_size, **kwargs)
 
     @classmethod
     def from_schema(cls, schema: TensorDictBase, capacity: int, **kwargs: Any) -> Self:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
@@ -33,7 +33,10 @@ from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.writers.common import keeps_order
 
-Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+Buffer = TypeVar("Buffer", bound="ReplayBuffer")
 _READ_AT_ONCE = 1 << 26  # bytes
 
 
@@ -54,10 +57,10 @@ def import_torchrl(
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
         raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")
     storage: Any = rb.storage
-    exclude = [exclude] if is_key(exclude) else [*map(nested_key, exclude)]
+    excluded = [nested_key(key) for key in ([exclude] if is_key(exclude) else exclude)]
     kwargs.setdefault("batch_size", rb.batch_size)
     refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
-    choose = partial(_chosen, exclude=exclude, trajectory_key=optional_key(trajectory_key))
+    choose = partial(_chosen, exclude=excluded, trajectory_key=optional_key(trajectory_key))
     new, cells = _copy(cls, rb, capacity, choose, kwargs)
     if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
         new.storage.lose_order()
@@ -79,7 +82,8 @@ def _copy(
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
-    new = cls.from_schema(choose(storage.get(steps[:1]))[0], capacity or storage.max_size, **kwargs)
+    schema = cast("TensorDictBase", choose(storage.get(steps[:1]))[0])
+    new = cls.from_schema(schema, capacity or storage.max_size, **kwargs)
     for part in steps.split(max(1, _READ_AT_ONCE // (new.storage.row_bytes * lanes))):
         new.writer.extend(choose(storage.get(part)))
     return new, (steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten()

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import inf
-from typing import Any
+from typing import Protocol
 
 POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
 PATIENCE = 5.0  # seconds after which a write that still waits warns
@@ -37,7 +37,13 @@ class Cancelled(RuntimeError):
     """The ``cancel_event`` of a call that waits was set."""
 
 
-def refuse_cancelled(event: Any) -> None:
+class Cancels(Protocol):
+    """An event of :mod:`threading` or :mod:`multiprocessing`."""
+
+    def is_set(self) -> bool: ...
+
+
+def refuse_cancelled(event: Cancels | None) -> None:
     if event is not None and event.is_set():
         raise Cancelled("the cancel_event of this call was set")
 
@@ -63,12 +69,12 @@ def warn_of_slow_write(reason: str, stacklevel: int) -> None:
 @contextmanager
 def admitted(
     admit: Callable[[], bool],
-    lock: AbstractContextManager[Any],
+    lock: AbstractContextManager[object],
     reason: Callable[[], str],
     timeout: float | None,
     *,
     count_wait: Callable[[], None] | None = None,
-    cancel_event: Any = None,
+    cancel_event: Cancels | None = None,
     is_write: bool = False,
 ) -> Iterator[None]:
     """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held.

@@ -241,7 +241,7 @@ def restore(
 
 def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:
     """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
-    while hasattr(sampler, "snapshot"):
+    while sampler is not None and hasattr(sampler, "snapshot"):
         own = state.get("settings", state)
         with state_of(sampler):
             rollback.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))

@@ -201,7 +201,7 @@ def _encode(value: Any, tensors: list[tuple[torch.Tensor, dict[str, Any]]], wher
 
 def _write_file(path: Path, data: np.ndarray | bytes) -> None:
     with open(path, "xb") as file:
-        file.write(data)  # type: ignore[arg-type]
+        file.write(data)  # pyrefly: ignore [bad-argument-type]
         file.flush()
         os.fsync(file.fileno())
 
@@ -307,7 +307,7 @@ class SavedTensor:
         file = self._require(name, nbytes)
         data = np.empty(nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
         with open(file, "rb") as opened:
-            if opened.readinto(data) != nbytes:  # type: ignore[arg-type]
+            if opened.readinto(data) != nbytes:  # pyrefly: ignore [bad-argument-type]
                 raise CheckpointError(f"{file} became shorter while it was read")
         if chunk_name(data) != name:
             raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")

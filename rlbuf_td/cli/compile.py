@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
 import rlbuf_td as rl
@@ -32,12 +32,12 @@ def transitions(*lead: int) -> TensorDict:
     observation, goal, value = (torch.rand(*lead, width) for width in (3, 3, 1))
     following = {"observation": observation, "achieved_goal": goal, "reward": value, "state_value": value}
     following |= dict.fromkeys(("done", "terminated"), torch.rand(*lead, 1) < 0.1)
-    root = {"observation": observation, "desired_goal": goal, "state_value": value}
+    root: dict[NestedKey, Any] = {"observation": observation, "desired_goal": goal, "state_value": value}
     return TensorDict(root | {"next": following}, lead)
 
 
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
-    return -(batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
+    return -(batch.get(("next", "achieved_goal")) - batch.get("desired_goal")).abs().sum(-1)
 
 
 def n_step(sampler: Sampler) -> Sampler:

@@ -48,7 +48,7 @@ def make_policy(env: EnvBase, device: torch.device, cells: int = 256) -> tuple[T
     network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[cells, cells], device=device)
     value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
     explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.01, annealing_num_steps=EXPLORE, device=device)
-    return TensorDictSequential(value, QValueModule(spec=spec)), explore
+    return TensorDictSequential([value, QValueModule(spec=spec)]), explore
 
 
 class Learner:
@@ -80,7 +80,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     env = GymEnv(env_name)
     env.set_seed(seed)
     policy, explore = make_policy(env, device)
-    learner, acting = Learner(policy, env, steps), TensorDictSequential(policy, explore)
+    learner, acting = Learner(policy, env, steps), TensorDictSequential([policy, explore])
     frames = {"frames_per_batch": FRAMES, "total_frames": steps}
     collector = Collector(env, acting, **frames, policy_device=device, auto_register_policy_transforms=False)
     n_step, stats = NStepSampler(SAMPLERS[sampler](), n_steps=N_STEPS, gamma=GAMMA), EpisodeStats(window=WINDOW)

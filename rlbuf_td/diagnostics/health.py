@@ -45,7 +45,7 @@ class LastDraw(NamedTuple):
     rows: slice = slice(None)  # those of a mixture's member
 
     @property
-    def index(self) -> Any:
+    def index(self) -> Any:  # pyrefly: ignore [bad-override]
         return self.report["index"][self.rows]
 
     @property
@@ -112,7 +112,7 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     flat = rows_of(last_draw.index, storage)
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
-    if stand_apart(storage):
+    if isinstance(storage, PackedStorage) and stand_apart(storage):
         return storage.ring.reach(flat)[1]
     return (last_draw.written - 1 - flat // lanes) % steps
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -16,6 +16,7 @@ from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
@@ -219,13 +220,13 @@ def priority_bytes(sampler: object, capacity: int, device: torch.device | str = 
 
 
 def _time_step(storage: Storage) -> TensorDictBase:
-    if getattr(storage, "dedup", None) is not None:
-        layout = storage.layout
+    if isinstance(storage, PackedStorage) and storage.dedup is not None:
+        layout = storage.all_rows().layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
     if (rows := stored_rows(storage)) is None:
         unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
         raise TypeError(f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition")
-    return rows[0]
+    return cast("TensorDictBase", rows[0])
 
 
 def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int) -> int:

@@ -27,7 +27,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
 from rlbuf_td.diagnostics.health import ages, health, priorities, probabilities
 from rlbuf_td.functional import explained_variance
 from rlbuf_td.storages.indexing import coordinates, flat_rows, lanes_of, row_count
-from rlbuf_td.storages.keys import nested_key
+from rlbuf_td.storages.keys import as_tuple, nested_key
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RolloutWriter
@@ -221,7 +221,7 @@ def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Seque
         _draw_components(each, steps, components)
         each.axvline(0, color=_ACCENT, linestyle=":", linewidth=1.2)
         shown = f"\n({_MOST_LINES} of {components.shape[1]})" if components.shape[1] > _MOST_LINES else ""
-        each.set_ylabel((key if isinstance(key, str) else ".".join(key)) + shown)
+        each.set_ylabel(".".join(as_tuple(key)) + shown)
     axes[-1].set_xlabel("time steps from the row (dotted)")
     axes[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     where = f"row {flat:,}" if lanes == 1 else f"row {flat:,} (step {flat // lanes:,}, lane {flat % lanes})"

@@ -119,7 +119,7 @@ class Client:
             admitted = self._ask_flow("sample", size, wait, None if deadline == inf else deadline - time.monotonic())
             with self._taken_back(admitted and admitted[0], sampled=size):
                 if self._arrives(size, wait, deadline):
-                    return self._ready.take(self.beta)  # type: ignore[union-attr]
+                    return self._ready.take(self.beta)  # pyrefly: ignore [missing-attribute]
             # The counted rows are lost. Without a restart, writes and batches would wait for each other.
             self._ask_flow("found_empty", *admitted, size)
             if not wait:

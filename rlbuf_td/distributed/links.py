@@ -85,7 +85,8 @@ class Links:
 
     def close(self) -> None:
         """Make later calls raise :class:`~rlbuf_td.ShutDown`."""
-        self.is_closed, self.known = True, [None] * len(self.handles)
+        self.is_closed = True
+        self.known = [None for _ in self.handles]
 
     def require_open(self) -> None:
         if self.is_closed:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -40,15 +42,12 @@ class Manifest(NamedTuple):
     def read(cls, path: Path) -> Manifest:
         """Return the manifest in the folder ``path``; raise a CheckpointError if there is none."""
         found = load_state(path / _FOLDER, _KIND)
-        try:
+        with suppress(TypeError):
             manifest = cls(**found)
             counts = manifest.lanes, *manifest.steps
-            fits = is_folder(manifest.dump) and all(type(number) is int and number >= 0 for number in counts)
-        except TypeError:
-            fits = False
-        if not fits:
-            raise CheckpointError(f"{path} does not say which dumps of shards belong together: {found}")
-        return manifest
+            if is_folder(manifest.dump) and all(type(number) is int and number >= 0 for number in counts):
+                return manifest
+        raise CheckpointError(f"{path} does not say which dumps of shards belong together: {found}")
 
     @classmethod
     def last(cls, path: Path) -> Manifest | None:
@@ -74,7 +73,7 @@ def newest_dump(path: Path, place: int, shards: int) -> str | None:
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
     """Connect to Ray; return the tuple that :class:`Client` expects from its argument ``connect``."""
     if not ray.is_initialized():
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
     return handles, ray.get_actor(f"{name}-flow", namespace) if has_flow else None, ray
 
@@ -157,7 +156,7 @@ class ShardedReplayBuffer(Client):
         spec = Spec.of(make_buffer())
         flow = make_flow(samples_per_insert, min_size, tolerance, prefetch=0)
         if not ray.is_initialized():
-            ray.init(log_to_driver=False, logging_level="error")
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
         self.dump_dir, self._next_home = None if dump_dir is None else Path(dump_dir).absolute(), 0
         name, context = f"rlbuf_td-{uuid.uuid4().hex[:12]}", ray.get_runtime_context()
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": "SPREAD"} | actor_options

@@ -13,7 +13,8 @@ from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:
     from pettingzoo import AECEnv
-    from torchrl.data.replay_buffers import TensorDictReplayBuffer
+
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 
 class AECRecorder:
@@ -68,7 +69,7 @@ class AECRecorder:
         (tensor([1, 3, 5]), tensor([ 0.,  0., -1.]))
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer | Mapping[str, Target], env: AECEnv) -> None:
+    def __init__(self, buffer: ReplayBuffer | Mapping[str, Target], env: AECEnv) -> None:
         if not takes_turns(env):
             raise TypeError(f"env must be an AECEnv of PettingZoo, whose agents take turns, got a {type(env).__name__}")
         self.env, agents = env, [*env.possible_agents]
@@ -178,13 +179,13 @@ class _Seat(Recorder):
         self.is_open, self.was_interrupted = False, True
 
 
-def _lanes_of(buffer: TensorDictReplayBuffer, env: AECEnv) -> dict[str, BufferLane]:
+def _lanes_of(buffer: ReplayBuffer, env: AECEnv) -> dict[str, BufferLane]:
     """Return the lanes of a buffer for the agents of an environment, which have equal spaces."""
     agents = [*env.possible_agents]
     turns_schema(env, agents)
     if not hasattr(buffer, "lane"):
         raise TypeError(f"buffer must be a ReplayBuffer, or a dict from agents to lanes, got a {type(buffer).__name__}")
-    lanes = buffer.lane(0), *(buffer.lane(e) for e in range(1, buffer.storage.lane_count))
+    lanes = buffer.lane(0), *(buffer.lane(e) for e in range(1, buffer.storage.lane_count or 1))
     if len(lanes) != len(agents):
         has = f"the buffer has {len(lanes)} lanes, the environment {len(agents)} agents"
         raise SchemaError(f"{has}: make the buffer with from_env(env, ...)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from rlbuf_td.storages.schema import show_key
 if TYPE_CHECKING:
     from gymnasium import Env
     from gymnasium.vector import VectorEnv
+    from tensordict import TensorDict
 
 TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
 _SAME_STEP = (
@@ -91,7 +92,7 @@ class GymnasiumRecorder(Recorder):
         single = not schema.ndim
         self.env = env
         self._mode = _autoreset_mode_of(env, single)
-        space = env.observation_space if single else env.single_observation_space
+        space = env.observation_space if single else cast("VectorEnv", env).single_observation_space
         self._obs_paths, self._action_paths = paths_of(schema, space)
         self._next_paths = after_step(self._obs_paths)
         self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in infos.items()}
@@ -147,7 +148,7 @@ class GymnasiumRecorder(Recorder):
         if going.all():
             self._write_step()
         elif going.any():
-            self._write(self._step[torch.from_numpy(going)], going.nonzero()[0])
+            self._write(cast("TensorDict", self._step[torch.from_numpy(going)]), going.nonzero()[0])
         self._obs = result[0]
         if self._mode == "SameStep":
             self._begin(done)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
 from rlbuf_td.storages.listeners import Attached, Listener
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 REWARD: Key = ("next", "reward")
 _REMEDY = "make the buffer with from_env(env, ...)"
@@ -75,11 +78,11 @@ class TrajectoryNumbers(Attached, Listener):
 class BufferLane(Protocol):
     """What recorders need of :class:`~rlbuf_td.buffers.lane.Lane`, which is in a room above this one."""
 
-    buffer: TensorDictReplayBuffer
+    buffer: ReplayBuffer
     number: int
 
 
-Target: TypeAlias = TensorDictReplayBuffer | BufferLane
+Target: TypeAlias = "ReplayBuffer | BufferLane"
 
 
 class Recorder:
@@ -139,7 +142,7 @@ class Recorder:
     def _time_step(self, schema: TensorDict) -> TensorDict:
         """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the schema of the environments."""
         if self._flat:
-            return schema[0]
+            return cast("TensorDict", schema[0])
         return schema if self._lane is None else schema.expand(self.buffer.storage.lane_count)
 
     def _fit_rows(self, storage: PackedStorage, schema: TensorDict) -> None:
@@ -238,12 +241,12 @@ class Recorder:
         raise NotImplementedError
 
 
-def _checked(buffer: object) -> TensorDictReplayBuffer:
+def _checked(buffer: object) -> ReplayBuffer:
     """Return a buffer; raise a TypeError if it is not one of this package over a :class:`PackedStorage`."""
     if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
         name = type(buffer).__name__
         raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
-    return buffer
+    return cast("ReplayBuffer", buffer)
 
 
 # -- copies of what environments return into the columns of rows

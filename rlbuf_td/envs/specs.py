@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Composite, TensorSpec
 
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
@@ -93,7 +93,7 @@ def schema_of(source: Any, *, extras: Extras = None, group_map: Groups = None) -
         spaces = source.single_observation_space, source.single_action_space
         schema = transition_schema(*spaces, source.num_envs, reward_shape=_reward_shape(source))
     elif is_space(source):
-        schema = TensorDict(_observation(source, ()), [])
+        schema = TensorDict({**_observation(source, ())}, [])
     else:
         raise TypeError(
             f"a {type(source).__name__} has no keys, dtypes and shapes: pass a TorchRL, Gymnasium or PettingZoo "
@@ -234,7 +234,8 @@ def value_of_space(space: AnySpace, lanes: Shape, path: Key) -> Any:
 def without_memory(data: TensorDictBase) -> TensorDict:
     for key, value in walk(data):
         refuse_unpackable(key, value)
-    return data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), device=torch.device("meta"))
+    meta = torch.device("meta")
+    return cast("TensorDict", data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=meta), device=meta))
 
 
 def parallel_envs(source: object) -> list[ParallelEnv] | None:
@@ -254,9 +255,9 @@ def turns_schema(env: AECEnv, agents: list[str]) -> TensorDict:
     """Return the schema, ``[agents]``, of the transitions of agents that take turns; an ``"action_mask"`` is bool."""
     remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
     schema = transition_schema(*_spaces_of(env, agents, remedy), len(agents))
-    for part in (schema, schema["next"]):
-        if isinstance(part.get(ACTION_MASK, None), torch.Tensor):
-            part.set(ACTION_MASK, torch.empty_like(part[ACTION_MASK], dtype=torch.bool))
+    for part in (schema, schema.get("next")):
+        if isinstance(mask := part.get(ACTION_MASK, None), torch.Tensor):
+            part.set(ACTION_MASK, torch.empty_like(mask, dtype=torch.bool))
     return schema
 
 
@@ -275,7 +276,7 @@ class AgentGroup:
         value = value_of_space(self.observation, lead, (self.name, OBSERVATION))
         found: dict[str, torch.Tensor | TensorDict] = {OBSERVATION: value, "mask": _flag(lead)}
         if isinstance(value, TensorDict) and ACTION_MASK in value.keys():
-            found[ACTION_MASK] = torch.empty_like(value.pop(ACTION_MASK), dtype=torch.bool)
+            found[ACTION_MASK] = value.pop(ACTION_MASK).to(torch.bool)
         return found
 
     @cached_property
@@ -336,15 +337,15 @@ def _spaces_of(env: ParallelEnv | AECEnv, agents: Sequence[str], remedy: str) ->
 
 def agents_schema(groups: list[AgentGroup], lanes: Shape) -> TensorDict:
     """Return the schema, ``[*lanes]``, of the transitions of parallel environments with these groups."""
-    before: dict[str, object] = {}
-    after: dict[str, object] = {name: _flag((*lanes, 1)) for name in FLAGS}
+    before: dict[NestedKey, Any] = {}
+    after: dict[NestedKey, Any] = {name: _flag((*lanes, 1)) for name in FLAGS}
     for group in groups:
         lead = (*lanes, len(group.agents))
         action = value_of_space(group.action, lead, (group.name, ACTION))
         before[group.name] = group.observed(lanes) | {ACTION: action}
         reward = torch.empty((*lead, 1), dtype=torch.float32, device="meta")
         after[group.name] = group.observed(lanes) | {"reward": reward} | {name: _flag((*lead, 1)) for name in FLAGS}
-    return TensorDict({**before, "next": after}, lanes)
+    return TensorDict(before | {"next": after}, lanes)
 
 
 def _flag(shape: Shape) -> torch.Tensor:

@@ -117,4 +117,4 @@ def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
             shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"
             raise SchemaError(f"{show_key((*path, key))} has {shapes}: one entry per environment")
     nested = {key: _batch(value, lanes, *path, key) for key, value in parts.items() if isinstance(value, dict)}
-    return TensorDict(parts | nested, lanes)
+    return TensorDict({**parts, **nested}, lanes)

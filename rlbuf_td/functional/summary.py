@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from tensordict.utils import expand_as_right
 from torch import Tensor
@@ -83,7 +85,7 @@ def _masked_std_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         expected = f"bool with the first dims of {tuple(x.shape)}"
         raise ValueError(f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}.")
-    counts = expand_as_right(mask, x)
+    counts = cast("Tensor", expand_as_right(mask, x))
     number = counts.sum()
     mean = torch.where(counts, x, 0).sum() / number
     variance = torch.where(counts, (x - mean).square(), 0).sum() / number

@@ -60,7 +60,7 @@ class Callback:
         options = {"nopython": True, "error_model": "numpy"}
         self._compiled = CFunc(self._function, ((types.int64,), types.void), {}, options)
         if folder() is not None:
-            self._compiled._cache = _Cache(self._function)  # type: ignore[attr-defined]
+            self._compiled._cache = _Cache(self._function)
         _in_thread(self._compiled.compile)
         return int(self._compiled.address or 0)
 

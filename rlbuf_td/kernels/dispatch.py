@@ -80,7 +80,7 @@ def untraced(reason: str) -> Callable[[Method], Method]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return method(*args, **kwargs) if tracer() is None else outside(*args, **kwargs)
 
-        call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        call._torchdynamo_disable_msg = reason  # pyrefly: ignore [missing-attribute]
         return cast("Method", skip(call))
 
     return decorate
@@ -99,7 +99,7 @@ def compiled_form_of(*methods: str) -> Callable[[Method], Method]:
     """Mark a method ``bind_...`` as the compiled form of ``methods`` of the same part."""
 
     def mark(bind: Method) -> Method:
-        bind.implements = frozenset(methods)  # type: ignore[attr-defined]
+        bind.implements = frozenset(methods)  # pyrefly: ignore [missing-attribute]
         return bind
 
     return mark

@@ -28,7 +28,7 @@ _HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not define
 _AT_ONCE = 4 * _HUGE  # bytes per task of a thread
 _TAKERS = min(4, os.cpu_count() or 1)
-_nbytes_of = Tensor.nbytes.__get__  # type: ignore[attr-defined]
+_nbytes_of = Tensor.nbytes.__get__  # pyrefly: ignore [missing-attribute]
 _storage_nbytes = torch.UntypedStorage.nbytes
 
 #: The number of active dispatch modes. A mode such as FakeTensorMode may not execute operations that fill memory.

@@ -55,7 +55,7 @@ _known_step_of = cache(step_of)
 
 def law_of(batch: int, stratified: bool, beta: Any, norm: str | None) -> DrawLaw:
     """Return how a compiled loop draws; the arguments are those of :func:`rlbuf_td.kernels.sum_tree.draw`."""
-    return tuple.__new__(DrawLaw, (_known_step_of(batch, stratified), float(beta), NORMS[norm]))  # without a call more
+    return tuple.__new__(DrawLaw, (_known_step_of(batch, stratified), float(beta), NORMS[norm]))  # pyrefly: ignore [bad-specialization]  # without a call more
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:

@@ -30,9 +30,9 @@ class OwnSignature:
     """Descriptor for ``__signature__``: shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        if owner.__init__ is object.__init__:  # type: ignore[misc]
+        if owner.__init__ is object.__init__:
             return inspect.Signature()
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        signature = inspect.signature(owner.__init__)
         _, *others = signature.parameters.values()
         return signature.replace(parameters=others, return_annotation=inspect.Signature.empty)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.functional import reward2go
 from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
+from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, optional, whole
@@ -108,7 +109,7 @@ class EpisodeSampler(SamplerWrapper):
     _level = 3
     report_keys = frozenset({"mask", "episode", "episode_step", "episode_length"})
     _shown = ("max_length", "by", "finished_only", "layout", "gamma")
-    default: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
+    default: ClassVar[type[RowSampler]]  # set in __init__.py, because samplers do not import each other
     max_length: int | None = setting(optional(whole(1)), is_fixed=True)
     by: Literal["episode", "row"] = setting(one_of("episode", "row"), is_fixed=True)
     layout: Literal["padded", "concatenated"] = setting(one_of("padded", "concatenated"), is_fixed=True)
@@ -208,11 +209,11 @@ class EpisodeSampler(SamplerWrapper):
         state = ref(storage), len(storage), storage.revision
         if self._listed[1] is None or self._listed[0] != state:
             self._listed = state, self.episodes_of(storage).whole(only_finished=self.finished_only)
-        return self._listed[1]  # type: ignore[return-value]
+        return self._listed[1]  # pyrefly: ignore [bad-return]
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether a complete episode is stored."""
-        return bool(len(storage)) and bool(len(self._episodes(storage)[0]))
+        return bool(len(storage)) and bool(len(self._episodes(cast("PackedStorage", storage))[0]))
 
     # -- the batch
 

@@ -49,7 +49,7 @@ class FreshQueue:
 
     def following(self, ring: Ring) -> np.ndarray:
         """Return the serial of the next row of each lane to hand out, ``[E]``, a view; never one that is gone."""
-        return np.maximum(self.serials, ring.tail, out=self.serials)  # type: ignore[arg-type]
+        return np.maximum(self.serials, ring.tail, out=self.serials)  # pyrefly: ignore [no-matching-overload]
 
     def take(self, storage: Any, flat: Tensor, most: int) -> int:
         """Write the flat indices of the oldest fresh rows, at most ``most``, to the first elements of ``flat``.
@@ -263,7 +263,7 @@ class FreshRowsSampler(SamplerWrapper):
         if serials is not None:
             self.queue.go_back(serials)
         if inner is not None:
-            self.sampler.progress = inner
+            self.sampler.progress = inner  # pyrefly: ignore [missing-attribute]
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of the wrapped sampler, the setting ``fresh``, and the number of fresh rows of each lane."""

@@ -113,6 +113,7 @@ def _caller(
 
 
 def _method(env: Any, name: str) -> Callable[..., Any]:
+    innermost = env
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env
         for candidate in (innermost, env):

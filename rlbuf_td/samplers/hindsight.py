@@ -207,7 +207,7 @@ class HindsightSampler(SamplerWrapper):
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
         terminated, truncated, done = (leaf_of(batch, (*beside, key)) for key in ("terminated", "truncated", "done"))
-        new = _fitted(self.terminated_fn(batch), terminated, "terminated_fn", "flag")  # type: ignore[misc]
+        new = _fitted(self.terminated_fn(batch), terminated, "terminated_fn", "flag")  # pyrefly: ignore [not-callable]
         where = mask.view(-1, *[1] * (terminated.ndim - 1))
         if done is not None:
             other = truncated if truncated is not None else done & ~terminated

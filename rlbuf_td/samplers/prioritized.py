@@ -47,7 +47,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     beta = _exponent("beta", BETA, "Exponent of the importance weights; 1 corrects fully for the rule's probabilities.")
     default_priority = property(attrgetter("priorities.initial"), doc="The magnitude of a new row's TD error.")
     device = property(attrgetter("priorities.device"), doc="The device of the priorities and the rows.")
-    _max_capacity = property(attrgetter("priorities.capacity"))
+    _max_capacity = property(attrgetter("priorities.capacity"))  # pyrefly: ignore [bad-override]
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
     state_keys: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
 

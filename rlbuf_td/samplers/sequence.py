@@ -308,7 +308,7 @@ class SequenceSampler(SamplerWrapper):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether the wrapped sampler can draw the anchors of a batch."""
         if self.stride is not None and self.innermost.drop_last and row_count(storage):
-            return len(self.anchors(storage)) >= self.drawn_rows_of(batch_size)
+            return len(self.anchors(cast("PackedStorage", storage))) >= self.drawn_rows_of(batch_size)
         return self.sampler.can_sample(storage, self.drawn_rows_of(batch_size))
 
     def drawn_rows_of(self, batch_size: int) -> int:

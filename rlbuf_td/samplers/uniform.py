@@ -18,8 +18,10 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, nth_rows,
 from rlbuf_td.storages.torchrl_parts import last_step
 
 
-class Replaceable(type(Sampler)):  # type: ignore[misc]
+class Replaceable(type(Sampler)):
     """Metaclass: ``cls(replacement=False)`` creates an instance of ``cls.without_replacement``, as in TorchRL."""
+
+    without_replacement: type[Sampler]  # set in __init__.py, because samplers do not import each other
 
     def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
@@ -56,7 +58,6 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     state_keys = ("unique",)
     _shown: ClassVar = ("unique", "max_age")
     requires_shared_state = False
-    without_replacement: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
 
     def __init__(self, *, unique: bool = False, max_age: int | None = None, replacement: bool = True) -> None:
         self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)

@@ -50,7 +50,7 @@ Drawn: TypeAlias = tuple[Tensor, dict[Any, Any], TensorDictBase]
 """Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in new memory."""
 
 
-class SamplerWrapper(StatefulSampler, PrioritizedSampler):
+class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [inconsistent-inheritance]
     """Abstract base of the samplers that wrap another sampler and *revise* its batches: change or add entries.
 
     TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper inherits from that class,
@@ -59,7 +59,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     needs_order = needs_episodes = True
     sampler: Sampler
-    innermost: Sampler  # the sampler that draws the rows
+    innermost: Any  # the sampler that draws the rows: one of ours, of TorchRL's or of a user's
     adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
     gives_windows: bool = False  # whether batches have a dim for the steps of each window
     time_dim_name: str | None = None  # the name of this dim
@@ -79,7 +79,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self.takes_goals = self.takes_goals or (self._inner is not None and self._inner.takes_goals)
         self.episode_keys = EpisodeKeys.of(done_key, traj_key)
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
-        self.report_keys = reported_by(sampler) | type(self).report_keys
+        self.report_keys |= reported_by(sampler)
 
     def _wrappers(self) -> Iterator[SamplerWrapper]:
         """Yield this wrapper and the wrappers inside it, from the outside in."""
@@ -173,11 +173,12 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         if self._inner is not None:
             self._inner.watch(storage)
 
+    # pyrefly: ignore [bad-override]
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
         refuse_other_storage(self, storage)
         refuse_stored(self, storage)
-        flat, info, batch = self.draw_batch(storage, batch_size)
+        flat, info, batch = self.draw_batch(cast("PackedStorage", storage), batch_size)
         for key in self._revised_keys():  # TorchRL's buffers merge these entries into the batch after the transforms
             value = batch.get(key, None)
             if isinstance(value, TensorDictBase):
@@ -233,6 +234,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     extend = _of_inner("extend")
     mark_update = _of_inner("mark_update")
     _empty = _of_inner("_empty")
+    # pyrefly: ignore [bad-override]
     reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's reduction.")
 
     def __getattr__(self, name: str) -> Any:

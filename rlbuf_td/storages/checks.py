@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
 
 #: Why rows are not in time order, and what to do.
 OUT_OF_ORDER = (
@@ -95,7 +98,8 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)  # NumPy's numbers have a longer repr
 
 
-def require_packed(storage: Any, what: str, remedy: str) -> None:
-    """Raise a TypeError if a storage, which ``what`` needs as a :class:`PackedStorage`, is of another class."""
+def require_packed(storage: object, what: str, remedy: str) -> PackedStorage:
+    """Return a storage that ``what`` needs as a :class:`PackedStorage`; raise a TypeError if it is of another class."""
     if not getattr(storage, "is_packed", False):
         raise TypeError(f"{what} needs a PackedStorage, got a {type(storage).__name__}: {remedy}")
+    return cast("PackedStorage", storage)

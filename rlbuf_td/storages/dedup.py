@@ -163,9 +163,8 @@ class DedupLayout:
                 following = self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
                 parts.append(Part(into, inner, outer, inner * pieces, self.layout.places[key], following))
                 into += inner * outer
-            extent = {"nbytes": into, "first_part": first, "past_part": len(parts)}
-            extent["bits"] = ((_CHUNK - 1) // into).bit_length()
-            groups.append(Group(names_at, pieces, sides, names=pieces * sides, **extent))
+            bits = ((_CHUNK - 1) // into).bit_length()
+            groups.append(Group(names_at, pieces, sides, pieces * sides, into, bits, first, len(parts)))
             names_at += 4 * pieces * sides
         return tuple(groups), tuple(parts)
 

@@ -66,7 +66,7 @@ class EpisodeKeys(NamedTuple):
     def flags_in(self, layout: RowLayout) -> list[Key]:
         """Return the keys of the stored flags that end an episode."""
         beside = self.done_key[:-1]
-        parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if key in layout.places]
+        parts: list[Key] = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if key in layout.places]
         return [self.done_key] if self.done_key in layout.places else parts
 
     def find(self, layout: RowLayout, deduplicated: Mapping[Key, Leaf], ndim: int) -> tuple[list[Key], Key | None]:

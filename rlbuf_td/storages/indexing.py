@@ -7,10 +7,10 @@ own dims (*inner dims*) follow.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers import Storage
 
@@ -19,6 +19,9 @@ from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.torchrl_parts import columns_or_none, listeners_of
 
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
+
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 Listener = TypeVar("Listener")
 
@@ -26,7 +29,7 @@ Listener = TypeVar("Listener")
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
     found = next((each for each in listeners_of(storage) if isinstance(each, kind)), None)
     if found is None:
-        found = kind(storage)  # type: ignore[call-arg]
+        found = kind(storage)  # pyrefly: ignore [bad-argument-count]
         storage.attach(found)
     return found
 
@@ -123,7 +126,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
 
 
-def refuse_unwritten(flat: torch.Tensor, storage: Storage) -> None:
+def refuse_unwritten(flat: torch.Tensor, storage: PackedStorage) -> None:
     """Raise an IndexError if a flat index names no written row; indices on a device are not checked."""
     if backend_of(flat) == "numba" and flat.numel():
         address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
@@ -143,7 +146,7 @@ def inner_dims(storage: Storage, dims: int) -> int:
     return 0 if rows is None else rows.ndim - storage.ndim
 
 
-def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
+def merge_(batch: TensorDictBase, info: dict[Any, Any]) -> None:
     """Add the entries of ``info``, which a sampler has returned, to a batch whose first dim indexes rows."""
     plain = batch.ndim == 1
     for key, value in info.items():

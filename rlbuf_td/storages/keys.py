@@ -25,7 +25,7 @@ def as_tuple(key: Any) -> tuple[str, ...]:
     names = tuple(_names(key))
     if not names or None in names:
         raise ValueError(f"a key is a string, or strings such as ('next', 'reward') for a nested entry: got {key!r}")
-    return names  # type: ignore[return-value]
+    return names  # pyrefly: ignore [bad-return]
 
 
 def _names(key: Any) -> Iterator[str | None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.host_memory import has_memory
@@ -251,7 +251,7 @@ def _node_state(node: _Node, leaves: Sequence[Leaf]) -> dict[str, Any]:
 
 
 def _example(state: dict[str, Any]) -> TensorDict:
-    entries: dict[str, Any] = {name: _example(child) for name, child in state["nodes"].items()}
+    entries: dict[NestedKey, Any] = {name: _example(child) for name, child in state["nodes"].items()}
     for name, (dtype_name, shape) in state["leaves"].items():
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 
 # The functions of ``signal`` convert to enums: a call would take 18 us more.
-from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
+from _signal import SIGINT, getsignal, signal
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,10 +17,10 @@ from rlbuf_td.storages.numbers import SharedNumbers
 if TYPE_CHECKING:
     from rlbuf_td.storages.memory import HeadFile
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+else:
+    fcntl = None
 
 
 class Guarded(Protocol):

@@ -25,10 +25,10 @@ from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, sho
 if TYPE_CHECKING:
     from rlbuf_td.storages.numbers import SharedNumbers
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+else:
+    fcntl = None
 
 ROWS_FILE, HEAD_FILE, PRIORITY_FILE = "rows.bin", "head.bin", "priorities.bin"
 HEADER = 1 << 16  # bytes of a file's header; a multiple of every system's page size

@@ -65,7 +65,7 @@ class SharedNumbers:
 
     def __setstate__(self, state: tuple[str, list[float], tuple[SharedFile, int] | None]) -> None:
         kind, values, place = state
-        self.__init__(kind, values)  # type: ignore[misc]
+        self.__init__(kind, values)
         if place is not None:
             self.keep_in(*place, found=True)
 

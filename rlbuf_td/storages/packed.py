@@ -212,8 +212,9 @@ class PackedStorage(LazyTensorStorage):
         if reopen:
             self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
-        self._attached_entities_list = Listeners()
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self.device: torch.device  # pyrefly: ignore
+        self._attached_entities_list: Any = Listeners()  # TorchRL has a list
+        self.scratch_dir: Path | None = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
         self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
@@ -772,7 +773,7 @@ class PackedStorage(LazyTensorStorage):
     def _set_steps(self, steps: np.ndarray, data: TensorDictBase, single: bool, then: Then | None) -> None:
         """Write new time steps, ``[n]``; they give up time order unless they follow the newest one."""
         rows, ring = self.all_rows(), self.ring
-        leaves = rows.layout.collect(data, rows.lanes if single else steps.shape + rows.lanes)
+        leaves = rows.layout.collect(data, rows.lanes if single else torch.Size((len(steps), *rows.lanes)))
         is_next, is_range = steps[0] == ring.cursor, (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all()
         if then is None and is_range and (is_next or len(steps) >= ring.steps):
             if not is_next:  # others fill all slots
@@ -862,7 +863,9 @@ class PackedStorage(LazyTensorStorage):
         """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
         with self.lock:
             if self.written_rows().dedup is None:  # `edit` changes a copy of deduplicated rows
-                change(self.written_rows().view().apply(partial(torch.empty_like, device="meta"), device="meta"))
+                meta = torch.device("meta")
+                example = self.written_rows().view().apply(partial(torch.empty_like, device=meta), device=meta)
+                change(cast("TensorDict", example))
             self.edit(change)
 
     def edit_entries(self, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -980,7 +983,7 @@ class PackedStorage(LazyTensorStorage):
                 "lanes=E)"
             )
         if (self.rows is None or self.is_reserved) and data.ndim and len(data):
-            self._fix_rows(data[:1].exclude("index").squeeze(0).expand(lanes), 1)
+            self._fix_rows(cast("TensorDictBase", data[:1]).exclude("index").squeeze(0).expand(lanes), 1)
 
     def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> None:
         """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
@@ -1024,7 +1027,7 @@ class PackedStorage(LazyTensorStorage):
                 if row_class is not None and self.rows is not None:  # of a reserved or emptied storage
                     row_class.refuse_other(self.rows.view())
                 self.row_class = row_class
-            elif row_class not in (None, self.row_class):
+            elif row_class is not None and row_class != self.row_class:
                 own = "TensorDict" if self.row_class is None else self.row_class.name
                 raise SchemaError(f"cannot write {row_class.name}: the rows of this storage are read as {own}")
 

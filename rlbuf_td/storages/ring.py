@@ -265,7 +265,7 @@ class Ring:
         cells = (slots[:, None] * self.lanes + lane).flatten()
         self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.numbers[DIRTY] = SCATTERING
-        self.generations[cells] = -1  # type: ignore[index]
+        self.generations[cells] = -1  # pyrefly: ignore [unsupported-operation]
         return cells
 
     def recover(self, matrix: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ class RowClass(NamedTuple):
         if not self.places:
             return rows.get(_TENSOR)
         for path, cls in self.places[:-1]:
-            rows = rows.set(path, cls.from_tensordict(rows.get(path)))  # type: ignore[attr-defined]
-        return self.places[-1][1].from_tensordict(rows)  # type: ignore[attr-defined]
+            rows = rows.set(path, cls.from_tensordict(rows.get(path)))
+        return self.places[-1][1].from_tensordict(rows)
 
     def refuse_other(self, data: TensorDictBase) -> None:
         """Raise a SchemaError if an entry of the rows is not a field of this class."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 
-def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
+def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
     data = TensorDict.__new__(TensorDict)
     data._device = device
     data._batch_size = batch_size
@@ -19,7 +19,7 @@ def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.dev
 
 
 def _knows_tensordict() -> bool:
-    example = {"x": torch.zeros(2, dtype=torch.float32, device="cpu")}, torch.Size([2]), torch.device("cpu")
+    example: Any = {"x": torch.zeros(2, dtype=torch.float32, device="cpu")}, torch.Size([2]), torch.device("cpu")
     try:
         return _assemble(*example).__dict__.keys() == TensorDict(*example).__dict__.keys()
     except (AttributeError, TypeError):
@@ -28,8 +28,8 @@ def _knows_tensordict() -> bool:
 
 _Entries = type(getattr(TensorDict({}), "_tensordict", {}))
 _HAS_DICT = issubclass(_Entries, dict) and _knows_tensordict()
-new_tensordict: Callable[[dict[str, Any], torch.Size, torch.device], TensorDict]
-new_tensordict = _assemble if _HAS_DICT else TensorDict
+new_tensordict: Callable[[dict[str, Any], torch.Size, torch.device | None], TensorDict]
+new_tensordict = _assemble if _HAS_DICT else cast("Any", TensorDict)
 
 
 def entries_of(data: TensorDictBase) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from operator import attrgetter, methodcaller  # faster than functions: their calls have no Python frame
 from typing import Any
 
-from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictReplayBuffer, Writer
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictReplayBuffer, TensorStorage, Writer
 
 generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
@@ -41,7 +41,7 @@ def capacity_in_steps(storage: Storage, **data: Any) -> int:
     return storage._max_size_along_dim0(**data)
 
 
-def set_length(storage: Storage, length: int) -> None:
+def set_length(storage: TensorStorage, length: int) -> None:
     storage._len = length
 
 
@@ -51,7 +51,8 @@ def set_generator(part: Any, generator: Any) -> None:
 
 def replace_storage(writer: Writer, storage: Storage) -> None:
     """Register a new storage with a writer; if the writer refuses, keep the old storage."""
-    before, writer._storage = writer._storage, None
+    before = writer._storage
+    writer._storage = None  # pyrefly: ignore [bad-assignment]
     try:
         writer.register_storage(storage)
     except Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey
@@ -11,9 +11,6 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY, EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import flat_rows, refuse_unwritten
-
-if TYPE_CHECKING:
-    from rlbuf_td.storages.packed import PackedStorage
 
 
 class TrajectoryIndex:
@@ -66,10 +63,9 @@ class TrajectoryIndex:
     def __init__(
         self, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
     ) -> None:
-        require_packed(storage, "a TrajectoryIndex", "look-ups need rows whose writes it has seen")
-        self.storage: PackedStorage = storage
+        self.storage = require_packed(storage, "a TrajectoryIndex", "look-ups need rows whose writes it has seen")
         self.keys = EpisodeKeys.of(done_key, traj_key)
-        storage.use_episode_keys(self.keys)
+        self.storage.use_episode_keys(self.keys)
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""

@@ -103,7 +103,8 @@ class CompiledWrites(WritePlan):
             (each, each._stage_of_writes() if isinstance(each, Listener) else True) for each in self.listeners
         ]
         #: The priorities that compiled code sets, and the function that does so.
-        self.priorities, entry_loop = next((stage for _, stage in stages if isinstance(stage, tuple)), (None, None))
+        found: tuple[Any, Any] = next((stage for _, stage in stages if isinstance(stage, tuple)), (None, None))
+        self.priorities, entry_loop = found
         self.others = Listeners(each for each, stage in stages if stage and stage != (self.priorities, entry_loop))
         self.has_others = len(self.others) > 0
         self.entries = getattr(rows, "entries", None)  # of deduplicated rows
@@ -207,12 +208,12 @@ class CompiledWrites(WritePlan):
         elif code == self.codes.UNWEIGHED:
             self.priorities.rule.refresh_weights()
         elif code == self.codes.OUTDATED:
-            self.ring_record["generations"] = self.ring.generations.data_ptr()  # type: ignore[union-attr]
+            self.ring_record["generations"] = self.ring.generations.data_ptr()  # pyrefly: ignore [missing-attribute]
         elif code == self.codes.OVERLAPPING:  # a row could be read after it was overwritten
             leaves = [leaf.clone() for leaf in leaves]
             self.set_sources(self.sources.data, 0, *addresses_of(leaves))
         else:
-            refuse_lanes(lanes.numpy(), self.ring.lanes)  # type: ignore[union-attr]
+            refuse_lanes(lanes.numpy(), self.ring.lanes)  # pyrefly: ignore [missing-attribute]
         return leaves
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -16,6 +16,9 @@ from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 from rlbuf_td.storages.writes import stacked
 
+if TYPE_CHECKING:
+    from rlbuf_td.storages import PackedStorage
+
 MOST = (1 << 63) - 1
 
 
@@ -24,6 +27,7 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
     begins_anew = False  # whether the next write removes the rows so far
+    _storage: PackedStorage
     state_file: str | None = None  # the file of a dump with the state; None: TorchRL's file of counters is enough
 
     def __init__(self, *, track_generations: bool = False) -> None:
@@ -89,8 +93,8 @@ class TimeWriter(RoundRobinWriter, Recovers):
             raise ValueError("extend needs at least one transition, got none")
         return self._write(data)
 
-    def _write(self, data: Any, **kind: bool) -> Any:
-        index = self._storage.advance(data, self.planned, anew=self.begins_anew, **kind)
+    def _write(self, data: Any, single: bool = False) -> Any:
+        index = self._storage.advance(data, self.planned, anew=self.begins_anew, single=single)
         if self.counts_generations:
             lanes = lanes_of(self._storage).numel()
             self._bump_generation(index[::lanes, 0] if self._storage.ndim > 1 else index, data)

@@ -58,7 +58,7 @@ class RolloutEstimator:
             names, shapes = (self.value_key, self.reward_key), (tuple(value.shape), tuple(reward.shape))
             raise ValueError("values {!r} and rewards {!r} must share one shape, got {} and {}".format(*names, *shapes))
         ends, terminated = self._ends(rows, value, ndim)
-        mask = self.mask_of(rows)
+        mask, absent = self.mask_of(rows), None
         if mask is not None:
             absent = ~expand_as_right(mask, value)
             ends, terminated = ends | absent, terminated | absent
@@ -66,7 +66,7 @@ class RolloutEstimator:
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
         inputs = value, next_value, reward, ends, terminated
         advantage, target = self._gae(inputs, ndim) if self.own is None else self._call_own(rows, inputs, ndim)
-        if mask is not None:
+        if absent is not None:
             advantage, target = advantage.masked_fill(absent, 0), target.masked_fill(absent, 0)
         return Estimates(value, advantage, target, asked + more, mask)
 
@@ -119,7 +119,7 @@ class RolloutEstimator:
         if found is None and own is None:
             raise SchemaError(f"no {self.done_key!r} in the data; there are {_names(rows)}")
         if found is None or own is None:
-            return own or found  # type: ignore[return-value]
+            return own or found  # pyrefly: ignore [bad-return]
         return found[0] | own[0], own[1]  # an agent that is not done does not terminate with the others
 
     def _pair(
@@ -207,7 +207,7 @@ class RolloutEstimator:
         ):
             data.set(key, x)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
-        found = self.own(data)  # type: ignore[misc]
+        found = self.own(data)  # pyrefly: ignore [not-callable]
         _refuse_estimates(found, inputs[0].movedim(0, ndim - 1))
         advantage, target = found
         return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(ndim - 1, 0)

@@ -6,7 +6,7 @@ import json
 from math import expm1, inf, log, log1p
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torchrl.data.replay_buffers import Storage, Writer
@@ -19,6 +19,9 @@ from rlbuf_td.storages.numbers import Planned, SharedNumbers
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import without_index
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages import PackedStorage
 
 _FILE = "reservoir.json"
 _STATE = "_write_count", "following", "threshold"
@@ -78,6 +81,8 @@ class ReservoirWriter(Writer, Recovers):
         # four for what a write plans.
         self.numbers = SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0])
         self.planned = Planned(self.numbers, 0, _NUMBERS, _NUMBERS)
+
+    _storage: PackedStorage
 
     @property
     def _write_count(self) -> int:
@@ -139,7 +144,7 @@ class ReservoirWriter(Writer, Recovers):
         self.planned.settle(storage.ring.publication)
         self._match_storage()
 
-    def add(self, data: Any) -> int | torch.Tensor:
+    def add(self, data: Any) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index, -1 if it is dropped."""
         index = self.extend(data.unsqueeze(0))
         return int(index) if self._storage.ndim == 1 else index

@@ -155,7 +155,7 @@ class RolloutWriter(TimeWriter):
         return len(self._storage) // lanes_of(self._storage).numel() if len(self._storage) else 0
 
     @property
-    def begins_anew(self) -> bool:  # type: ignore[override]
+    def begins_anew(self) -> bool:  # pyrefly: ignore [bad-override]
         """Whether the next write begins a rollout, which replaces the old one."""
         return self._cursor == 0
 
@@ -290,7 +290,7 @@ def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) 
         raise ValueError("gamma= and lmbda= are those of GAE, which estimator= replaces: use them in the estimator")
 
 
-def _refuse_network(network: Any, value_key: NestedKey) -> None:
+def _refuse_network(network: Any, value_key: NestedKey | None) -> None:
     if network is None or hasattr(network, "in_keys"):
         return
     fault = f"value_network must be a TensorDict module, got {type(network).__name__}"

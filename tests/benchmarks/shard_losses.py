@@ -148,7 +148,7 @@ def main() -> None:
         rb.dumps()
         start = ray.remote(Writer).options(num_cpus=0).remote
         writers = [start(client, 10**8 * (1 + place)) for place, client in enumerate(rb.clients(options.writers))]
-        ray.get([writer.write.remote(0.1) for writer in writers])
+        ray.get([writer.write.remote(0.1) for writer in writers])  # pyrefly: ignore [missing-attribute]
         soak(rb, writers, options.seconds, options.every)
 
 

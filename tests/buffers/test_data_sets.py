@@ -35,7 +35,7 @@ def rows(start: int, count: int) -> TensorDict:
     return TensorDict({"t": t, "x": t[:, None].expand(count, WIDTH).float().clone(), "next": after}, [count])
 
 
-def buffer(sampler: Any = None, capacity: int = 60, **kwargs: Any) -> ReplayBuffer:
+def buffer(sampler: Any = None, capacity: int = 60, **kwargs: Any) -> Any:  # as_dataset is of TorchRL's next release
     return ReplayBuffer(storage=PackedStorage(capacity, **kwargs), sampler=sampler or UniformSampler(), batch_size=8)
 
 

@@ -387,7 +387,7 @@ def windows(length: int, lanes: int) -> ReplayBuffer:
 def test_members_of_equal_windows_give_whole_windows_at_any_share():
     members = {"one": windows(4, 0), "other": windows(4, 0)}
     mixed = ReplayBufferMixture(members, {"one": 0.6, "other": 0.4}, batch_size=16)
-    counts = torch.stack([mixed.sample()["source"].bincount(minlength=2) for _ in range(200)])
+    counts = torch.stack([mixed.sample().get("source").bincount(minlength=2) for _ in range(200)])
     assert set(counts[:, 0].tolist()) == {8, 12}
     assert abs(float(counts[:, 0].float().mean()) - 0.6 * 16) < 0.5
 

@@ -103,7 +103,7 @@ def test_a_transform_on_the_way_in_changes_what_the_short_path_stores(monkeypatc
     norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
     rb = filled(4, transform=Compose(norm))
     assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
-    assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
+    assert torch.equal(rb.sample().get("observation").sort(0).values % 1, torch.zeros(8, 3))
     monkeypatch.setattr(RingWriter, "extend", None)
     monkeypatch.setattr(RingWriter, "add", None)
     data = transitions(6)

@@ -148,7 +148,7 @@ def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path)
             elif what == "load":
                 found = open_checkpoint(tmp_path).rows
                 assert found is not None
-                oldest = int(found["number"].argmin())
+                oldest = int(found.get("number").argmin())
                 assert torch.equal(found["number"].roll(-oldest), found["number"].min() + torch.arange(500))
             else:
                 for each in range(10):

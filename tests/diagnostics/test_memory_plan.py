@@ -53,7 +53,7 @@ def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
     storage = PackedStorage(100, ndim=1 + len(lanes))
     storage.set([0], transitions(schema, 1, lanes))
     assert (needed.capacity, needed.row_bytes, needed.rows) == (storage.max_size, storage.row_bytes, storage.nbytes)
-    assert needed.rows == taken([storage.rows.matrix])  # type: ignore[union-attr]
+    assert needed.rows == taken([storage.rows.matrix])  # pyrefly: ignore [missing-attribute]
     steps = storage._max_size_along_dim0()
     expected = {
         show_key((key,) if isinstance(key, str) else key): steps * leaf.numel() * leaf.element_size()

@@ -53,7 +53,7 @@ def buffer(sampler: object = None, capacity: int = 200) -> ReplayBuffer:
 
 
 def heights(axes: Axes) -> list[float]:
-    return [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
+    return [bar.get_height() for bar in axes.patches]  # pyrefly: ignore [missing-attribute]
 
 
 def lines(figure: Figure) -> list[list[np.ndarray]]:
@@ -71,7 +71,7 @@ def test_health_shows_what_health_says(kind, zeros):
     assert sum(heights(errors)) == pytest.approx(1 - zeros / 150)
     assert mass.lines[-1].get_ydata() == [rb.health()["top_mass"]]
     with np.errstate(all="raise"):
-        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+        assert figure._repr_png_().startswith(b"\x89PNG")  # pyrefly: ignore [missing-attribute]
     assert len(plot_health(buffer(UniformSampler(), capacity=198)).axes) == 2
 
 

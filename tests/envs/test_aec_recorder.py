@@ -161,7 +161,7 @@ def test_what_a_reset_interrupts_is_dropped_but_not_what_has_ended():
     env.unwrapped.truncations["player_1"] = True  # it dies at the turn of the other
     recorder.reset()
     last = rb.lane(0).last(1)
-    assert (last["action"].item(), last["next", "truncated"].item(), last["next", "terminated"].item()) == (5, 1, 0)
+    assert (int(last["action"]), bool(last["next", "truncated"]), bool(last["next", "terminated"])) == (5, True, False)
     assert len(rb.lane(1)) == 2
 
 
@@ -229,7 +229,7 @@ def test_a_load_and_a_failed_step_interrupt_the_game():
         recorder.step(move)
     rows = rb.lane(0).chronological()
     assert rows["action"].tolist() == [0, 6]
-    assert rows["collector", "traj_ids"].diff() != 0
+    assert rows.get(("collector", "traj_ids")).diff() != 0
 
 
 def test_an_agent_that_leaves_without_its_last_turn_is_refused_by_name():

@@ -561,7 +561,7 @@ def test_actors_record_at_the_same_time(how, kind):
 @pytest.mark.parametrize("target", ["lane", "recorder"])
 def test_a_lane_waits_while_another_thread_reserves_the_rows_again(target):
     rb, env, found = buffer(Walk(), 2), Walk(), []
-    rows = rb.storage.layout.unpack(torch.empty(2, rb.storage.layout.row_bytes, dtype=torch.uint8))
+    rows = rb.storage.all_rows().layout.unpack(torch.empty(2, rb.storage.row_bytes, dtype=torch.uint8))
     lane = rb.lane(1)
 
     def work() -> None:

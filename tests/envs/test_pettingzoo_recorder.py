@@ -107,7 +107,7 @@ def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(kind
         mine = rows[:, lane] if lanes else rows
         assert_steps(mine, each)
         masks = mine["wolf", "mask"]
-        returned += int((masks[1:] & ~masks[:-1] & (mine["collector", "traj_ids"].diff() == 0)[:, None]).sum())
+        returned += int((masks[1:] & ~masks[:-1] & (torch.diff(mine["collector", "traj_ids"]) == 0)[:, None]).sum())
     assert returned > 5  # agents that died came back in the same episode
     assert {finding.code for finding in check(recorder.buffer).findings} == {"float64"}  # the observations of the game
 

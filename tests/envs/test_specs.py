@@ -62,7 +62,7 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     reward = np.zeros(num_envs) if num_envs else 0.0
     step = make_transition(batched.sample(), batched.sample(), reward, batched.sample(), *ends)
     schema = transition_schema(space, space, num_envs)
-    assert all(leaf.device.type == "meta" for leaf in schema.values(True, True))
+    assert all(schema.get(key).device.type == "meta" for key in schema.keys(True, True))
     assert leaves(step) == leaves(schema)
     assert step.batch_size == schema.batch_size
     assert schema_of(space).batch_size == torch.Size([])
@@ -112,7 +112,7 @@ def torchrl_env(kind: str) -> EnvBase:
 def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with_policy):
     env = torchrl_env(kind)
     rb = ReplayBuffer.from_env(env, 200, batch_size=4)
-    keys = set(leaves(rb.storage.rows.view()))
+    keys = set(leaves(rb.storage.all_rows().view()))
     actions, policy = env.full_action_spec["action"], None
     if with_policy:
         policy = TensorDictModule(lambda obs: (actions.rand(), obs.sum(-1)), ["observation"], ["action", "value"])
@@ -150,7 +150,7 @@ def test_a_rollout_buffer_is_made_for_an_environment():
 def test_ten_million_rows_touch_only_what_is_written():
     def begun(capacity: int) -> ReplayBuffer:
         rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=16), capacity)
-        rb.extend(torch.zeros_like(rb.storage.rows.view()[:100], device="cpu").transpose(0, 1))
+        rb.extend(torch.zeros_like(rb.storage.all_rows().view()[:100], device="cpu").transpose(0, 1))
         return rb
 
     begun(10_000)  # what is imported and compiled first takes memory, too

@@ -21,7 +21,7 @@ from rlbuf_td import SchemaError
 
 Row = tuple[Callable[[Any], Any], Any, str]  # a call, the error, a word of its message
 Table = dict[tuple[str, Callable[[], Any]], list[Row]]  # by name and maker
-td: Any = rlbuf_td  # mypy does not check the arguments: they are wrong on purpose
+td: Any = rlbuf_td  # the arguments are not checked: they are wrong on purpose
 F: Any = rlbuf_td.functional
 zeros, ones, full, tensor, nan = torch.zeros, torch.ones, torch.full, torch.tensor, float("nan")
 

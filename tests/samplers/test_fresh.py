@@ -189,7 +189,7 @@ def test_rows_stay_distinct_if_unique_is_set_later():
     rb.sampler.sampler.unique = True
     for number in range(20):
         rb.extend(rows(number, 1))
-        assert len(rb.sample()["index"].unique()) == BATCH
+        assert len(rb.sample().get("index").unique()) == BATCH
 
 
 class Own(ProportionalSampler):

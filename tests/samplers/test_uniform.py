@@ -42,7 +42,7 @@ def young(max_age: int) -> Any:
 
 KINDS: dict[str, Callable[[], Any]] = {
     "uniform": lambda: (UniformSampler(), m.uniform),
-    **{f"at most {age} old": lambda age=age: young(age) for age in (0, 6, 99)},  # type: ignore[misc]
+    **{f"at most {age} old": lambda age=age: young(age) for age in (0, 6, 99)},
     "half-life": lambda: recent(4.0),
     "window": lambda: recent(inf, 6),
     "half-life and window": lambda: recent(30.0, 13),

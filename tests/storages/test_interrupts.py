@@ -101,7 +101,7 @@ def test_an_interrupted_write_is_made_or_loses_at_most_the_rows_that_it_replaces
         assert found in allowed, line
         seen.add(allowed.index(found))
         if kind == "dedup" and len(rb):
-            rb.storage.rows.entries.check(rb.storage.ring.serials)
+            vars(rb.storage.rows)["entries"].check(rb.storage.ring.serials)
         rb.extend(steps(60, 2))
         assert copied(rb.chronological())["observation"][:, 0].tolist().count(60.0) == 1
     assert 0 in seen

@@ -236,7 +236,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
 def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replaces() -> None:
     rb = make("proportional")
     rb.extend(rows(30, 1))  # later ones are compiled
-    rb.storage.episodes.end()
+    rb.storage.episodes_now().end()
 
     def work() -> None:
         call_within_a_write(rb, "write_entries", die)
@@ -279,7 +279,7 @@ def test_a_killed_write_to_a_reservoir_loses_at_most_the_rows_that_it_replaces(m
         with monkeypatch.context() as patch:
             if line % 2:
                 patch.setattr(PlainRows, "replace_cells_", half_replaced_then_die)
-            is_killed = killed_at(line // 2 * 2 + 1, lambda line=line: rb.extend(rows(1_000 * line, 40)))  # type: ignore[misc]
+            is_killed = killed_at(line // 2 * 2 + 1, lambda line=line: rb.extend(rows(1_000 * line, 40)))
         rb.sample()
         stored = rb.storage[:]
         assert torch.equal(stored["y"], -stored["x"])

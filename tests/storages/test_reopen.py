@@ -426,9 +426,9 @@ def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int
             write(rb, lanes, 17)
             batch = rb.sample()
             rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
-        Priorities.keep_new = die  # type: ignore[method-assign]
-        ReplayBuffer.mark_update = die  # type: ignore[method-assign]
-        ProportionalSampler.mark_update = die  # type: ignore[method-assign]
+        Priorities.keep_new = die
+        ReplayBuffer.mark_update = die
+        ProportionalSampler.mark_update = die
         write(rb, lanes, 17)
 
     killed(work)

@@ -353,7 +353,7 @@ REPLACED: list[tuple[type, type, dict[str, str]]] = [
 
 def keywords(cls: type) -> list[str]:
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     return [parameter.name for parameter in parameters if parameter.kind not in kinds]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -53,7 +53,8 @@ class Record:
         if isinstance(storage, PackedStorage):
             self._gather, cells, counts = storage.gather, storage.ring.cells_by_age(), storage.ring.count
         else:
-            self._gather = (rows if storage.ndim == 1 else rows.flatten(0, storage.ndim - 1)).__getitem__
+            flat = rows if storage.ndim == 1 else rows.flatten(0, storage.ndim - 1)
+            self._gather = cast("Callable[[Tensor], TensorDictBase]", flat.__getitem__)
             cells, counts = _cells_by_age(storage, self.shape[0], self.lanes, len(rows))
         #: The flat index of each row in the storage, ``[N]``.
         self.cells, self.rows = cells.cpu(), len(cells)

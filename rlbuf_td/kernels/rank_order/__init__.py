@@ -315,7 +315,7 @@ class ChunkedOrder:
         if "tensors" in state:
             self._adopt(state["tensors"])
         else:
-            self.__init__(state["magnitude"])  # type: ignore[misc]
+            self.__init__(state["magnitude"])
 
 
 RankOrder: TypeAlias = SortedOrder | ChunkedOrder

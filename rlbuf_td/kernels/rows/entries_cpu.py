@@ -199,7 +199,7 @@ class Data(NamedTuple):
 
     sources: int  # address of two `Source` per part, one per side
     parts: int
-    row: int
+    row: int | np.int64
 
 
 @inlined

@@ -135,7 +135,7 @@ class SumTree:
         return {"block": self.block, "rows": self.rows}  # without the addresses, which are invalid in a copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        self.__init__(**state)
 
 
 #: The numbers of levels, rows and nodes of a tree, and the addresses of its ``starts`` and of its tensors.

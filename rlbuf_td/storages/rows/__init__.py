@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ class Rows(ABC):
 
     def at_region(self, index: Any) -> TensorDict:
         """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of deduplicated keys."""
-        return self.view()[index]
+        return cast("TensorDict", self.view()[index])
 
     def column(self, path: tuple[str, ...]) -> Any:
         """Return the values of one key in all rows, or a TensorDict if ``path`` names a nested level."""
@@ -192,7 +192,7 @@ class ExportedViews:
         """Whether the rows were edited in place, through these views, since the last call."""
         if not self._is_edited():
             return False
-        self._version = self._alias._version  # type: ignore[union-attr]
+        self._version = self._alias._version  # pyrefly: ignore [missing-attribute]
         return True
 
     def write_back(self) -> None:

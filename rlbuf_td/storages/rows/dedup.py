@@ -69,7 +69,7 @@ class DedupRows(Rows):
             self.entries.ask_for(asked)
 
     def at_region(self, index: Any) -> TensorDict:
-        found = self.view()[index]
+        found = super().at_region(index)
         is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)  # True is a mask
         if is_step and -self.steps <= index < self.steps:
             cells = self.cells_at(torch.tensor(index % self.steps, device="cpu"))
@@ -82,7 +82,7 @@ class DedupRows(Rows):
     def column(self, path: tuple[str, ...]) -> Any:
         if path in self.dedup.deduplicated:
             return self.column_at(path, self.cells_of(slice(None)))
-        node = self.view()[path]
+        node = super().column(path)
         for key in self.dedup.deduplicated:
             if key[: len(path)] == path:
                 node.set(key[len(path) :], self.column(key))
