@@ -154,6 +154,7 @@ def _part(values: Any, rows: slice) -> Any:
 
 
 def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the entries of rows for an episode's infos: one per step or, with that of the reset, one more."""
     if all(len(value) == steps for _, value in walk(infos)):
         return {"next": {INFO: infos}}
     return {INFO: _part(infos, slice(0, steps)), "next": {INFO: _part(infos, slice(1, steps + 1))}}
@@ -208,7 +209,7 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
 
 
 def _info_values(before: Any, after: Any) -> dict[str, Any]:
-    """Return arrays nested as in ``after``: the first value of ``before`` if given, then all values of ``after``."""
+    """Return the infos that the steps returned, ``after``, behind that of the reset: the first one of ``before``."""
     result: dict[str, Any] = {}
     for key, value in after.items():
         first = None if before is None else before.get(key, None)

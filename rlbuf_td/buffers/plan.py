@@ -85,7 +85,7 @@ class GeneralPlan(Plan):
     ) -> None:
         super().__init__(storage, sampler, "TorchRL's code draws")
         self.writer, self.unit, self.collate, self.merges = writer, unit, collate, merges
-        self.is_stamped = self.is_stamped and unit is None
+        self.is_stamped = self.is_stamped and unit is None  # a unit adds rows that were not drawn
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`; the batch is what ``collate`` returns."""

@@ -1093,9 +1093,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
     def _with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
-        """Return data whose first ``dims`` dims index rows; if only the shared rows have trajectory ids, with ids of 0.
+        """Add trajectory ids of 0 to data without ids if the rows have an entry for them.
 
-        A loop of one's own writes no ids. Its trajectories then end at the done flags.
+        Rows that are shared have one, see :meth:`from_env`. A loop of one's own writes no ids: its trajectories end at
+        the done flags. The first ``dims`` dims of the data index rows.
         """
         layout = self.storage.layout
         if layout is None or TRAJ_KEY not in layout.places or data.get(TRAJ_KEY, None) is not None:
@@ -1607,12 +1608,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             MemoryError: the written rows or the priorities do not fit into shared memory; nothing has changed.
             RuntimeError: the operating system has no locks that survive the death of a process (Windows).
         """
-        storage = vars(self).get("_storage")  # missing while TorchRL's constructor calls this
-        if storage is None:
+        storage = vars(self).get("_storage")
+        if storage is None:  # TorchRL's constructor calls this method before it makes the parts; `_begin` calls again
             return super().share(shared)
-        is_shared = self.shared and "_write_lock" in vars(self)  # the constructor sets only the first
         if not shared:
             return self
+        is_shared = self.shared and "_write_lock" in vars(self)  # the constructor sets only the first
         with storage.lock:
             if storage.is_reserved:
                 self._complete_reserved()

@@ -168,7 +168,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
         raise ValueError("lanes stand at unlike steps: dump the buffer and load the dump")
     steps = len(storage) // lanes_of(storage).numel()
     is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)
-    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0
+    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0  # a ring that is not full begins at 0
     return torch.arange(oldest, oldest + steps, device="cpu") % steps
 
 

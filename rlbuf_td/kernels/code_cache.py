@@ -41,7 +41,7 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         loop = njit(**options)(function)
         if folder() is not None:
-            loop._cache = _Cache(function)  # as numba does for ``cache=True``
+            loop._cache = _Cache(function)  # instead of the cache that numba sets for ``cache=True``
         loop.compile = partial(_compile, loop, loop.compile)
         return loop
 

@@ -76,7 +76,7 @@ class StatefulSampler(Sampler):
 
     @contextmanager
     def _set(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Change settings, and restore the old ones if the ``with`` block raises an exception."""
+        """Change settings one by one, and restore the old ones if one is refused or the ``with`` block raises."""
         before = self._settings()
         try:
             for name, value in settings.items():

@@ -128,7 +128,7 @@ class Reading:
         return len(self.rows.layout.leaves) + [other for other, _ in self.named()].index(name)
 
     def targets_of(self, keys: Iterable[tuple[str, ...] | None]) -> np.ndarray:
-        """Return the targets and the sizes in bytes of leaves, ``[n, 2]`` int64; zeros for a key that is not stored."""
+        """Return the target and the size in bytes of each key's leaf, ``[n, 2]`` int64; size 0: there is none."""
         places, sizes = self.rows.layout.places, self.rows.layout.extents[:, 1]
         found = [(places[key], sizes[places[key]]) if key in places else (0, 0) for key in keys]
         return np.array(found, np.int64).reshape(-1, 2)

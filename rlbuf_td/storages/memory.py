@@ -110,7 +110,7 @@ class SharedFile:
 
     def __del__(self) -> None:
         descriptor = self.__dict__.pop("descriptor", None)
-        if isinstance(descriptor, int):
+        if isinstance(descriptor, int):  # not if the constructor failed, nor in the state of a pickle
             os.close(descriptor)
 
 
@@ -167,6 +167,7 @@ class RowsFile(SharedFile):
         reserved = self._reserved.get(section, 0)
         if nbytes <= reserved:
             return
+        # More than needed, so that few writes reserve; on a disk that is almost full, no more.
         start, needed = section + reserved, nbytes - reserved
         ahead = min(max(needed, min(_FILL, reserved // 8)), os.fstat(self.descriptor).st_size - start)
         try:

@@ -23,10 +23,12 @@ empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a 
 
 def parts_of(buffer: Any) -> list[Any]:
     """Return the writer and the sampler of a buffer, and those that it wraps; none of an object without them."""
-    found = [getattr(buffer, "_writer", None), getattr(buffer, "_sampler", None)]  # missing while a buffer is made
-    while found[-1] is not None:
-        found.append(getattr(found[-1], "sampler", None))
-    return [each for each in found if each is not None]
+    writer, sampler = getattr(buffer, "_writer", None), getattr(buffer, "_sampler", None)  # None: it is being made
+    found = [] if writer is None else [writer]
+    while sampler is not None:
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
 
 
 def columns_or_none(storage: Storage) -> Any:

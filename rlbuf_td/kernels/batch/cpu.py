@@ -92,6 +92,7 @@ def gather_rows(address, flat, targets, live, first, last):
 
 @inlined
 def are_written(index, live):
+    """Whether all cells are below ``live``; without an early end, so that the loop is vectorized."""
     inside = True
     for i in range(len(index)):
         inside &= (index[i] >= 0) & (index[i] < live)

@@ -16,7 +16,10 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: cl
 
 @inlined
 def masses(uniform, total, step):
-    """Replace uniform numbers by positions, as ``strata.masses``; ``step`` is the result of ``strata.step_of``."""
+    """Replace uniform numbers by the positions that ``strata.masses`` returns, bit by bit: both forms draw equally.
+
+    ``step`` is the result of ``strata.step_of``.
+    """
     batch = uniform.shape[0]
     if step == 0:
         for j in range(batch):
