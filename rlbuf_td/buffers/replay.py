@@ -85,7 +85,7 @@ from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
-from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.tensordict_fast import plain_entries
 from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.write_plan import Record as WriteRecord
 from rlbuf_td.storages.writes import refuse_shape, stacked
@@ -865,7 +865,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
             ShutDown: the buffer has been shut down; nothing has changed.
         """
-        return self._write(data, "add", True)
+        try:
+            return self._write(data, "add", True)
+        except SchemaError as error:
+            if getattr(data, "ndim", None) != self._storage.ndim:
+                raise
+            raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
 
     def extend(self, tensordicts: Any, *, update_priority: bool | None = None, lanes: Any = None) -> torch.Tensor:
         """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their
@@ -995,57 +1000,30 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _write_now(
         self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any, record: WriteRecord | None = None
     ) -> Any:
-        """Check and transform the data, and let the writer write it; ``record`` counts it in statistics."""
+        """Check and transform the data, let the writer write it, and tell the sampler.
+
+        ``record`` counts the data in statistics.
+        """
         if self.parts is None or self._service_shutdown:
             self._refuse_shut_down()
             self._initialize()
-        parts, rows, transforms = self.parts, self._storage.rows, torchrl_parts.modules_of(self.parts.transforms)
-        is_plain = type(data) is TensorDict and rows is not None and len(entries_of(data)) == len(rows.layout.names)
+        rows, transforms = self._storage.rows, torchrl_parts.modules_of(self.parts.transforms)
+        is_plain = type(data) is TensorDict and rows is not None and len(plain_entries(data)) == len(rows.layout.names)
         if not is_plain or transforms:
             data = writing.without_report(data)
         if lanes is not None:
-            if fault := parts.fault_of_lanes:
+            if fault := self.parts.fault_of_lanes:
                 raise TypeError(f"lanes= {fault}")
-        elif parts.writes_generally:
+        elif self.parts.writes_generally:
             return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
-        if transforms:
-            with _set_dispatch_td_nn_modules(True):
-                data = self.transform.inv(data)
-            if data is None:  # a transform may hold back data
-                return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
         if not is_plain or transforms:
-            data = self._completed(data, self._lead_dims(how, lanes))
-        elif parts.prioritized is not None:
+            data = self._prepared(data, self._lead_dims(how, lanes))
+            if data is None:  # a transform may hold back data
+                return torch.zeros((0, self._storage.ndim), dtype=torch.long, device="cpu")
+        elif self.parts.prioritized is not None:
             key = self.priority_key
             update_priority &= key in rows.layout.names or key in rows.layout.places
         time_dim = self._dim_extend if how == "extend" and lanes is None else 0
-        try:
-            return self._write_rows(data, how, update_priority, lanes, time_dim, record)
-        except SchemaError as error:
-            if how == "extend" or data.ndim != parts.storage.ndim:
-                raise
-            raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
-
-    def _completed(self, data: TensorDictBase, dims: int) -> TensorDictBase:
-        """Check data that may have other entries than the rows, whose first ``dims`` dims index rows."""
-        if self._has_environment:
-            data = self._with_trajectory_ids(data, dims)
-        if "index" in data.keys():
-            refuse_index()
-        if self._storage.rows is None:
-            writing.warn_of_long_rows(self.parts, data, dims)
-        return data
-
-    def _write_rows(
-        self,
-        data: TensorDictBase,
-        how: str,
-        update_priority: bool,
-        lanes: Any,
-        time_dim: int,
-        record: WriteRecord | None,
-    ) -> Any:
-        """Let the writer write the data, whose dim ``time_dim`` is time; tell the sampler."""
         with self._storage.lock:
             parts, storage = self.parts, self._storage  # under the lock: another thread may have replaced a part
             writer, td_error = parts.writer, None
@@ -1055,8 +1033,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     refuse_shape(data, storage.ndim)
                 data, time_dim = reshaped(data, lambda data: data.transpose(time_dim, 0)), 0
             if update_priority and parts.prioritized is not None:
-                dims = self._lead_dims(how, lanes)
-                td_error = self._errors_in(data, dims, time_dim, parts.prioritized.reduction)
+                td_error = self._errors_in(data, self._lead_dims(how, lanes), time_dim, parts.prioritized.reduction)
             if is_direct:
                 kinds: Any = {"single": how == "add", "lanes": lanes, "lanes_first": time_dim == 1}
                 index = storage.advance(data, writer.planned, record=record, **kinds)
@@ -1067,6 +1044,20 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if td_error is not None and parts.prioritized is not None:
                 parts.prioritized.update_priority(index, td_error, storage=storage)
         return index
+
+    def _prepared(self, data: TensorDictBase, dims: int) -> Any:
+        """Transform data whose first ``dims`` dims index rows, and check the entries that the rows may not have."""
+        if torchrl_parts.modules_of(self.parts.transforms):
+            with _set_dispatch_td_nn_modules(True):
+                data = self.transform.inv(data)
+        if data is not None:
+            if self._has_environment:
+                data = self._with_trajectory_ids(data, dims)
+            if "index" in data.keys():
+                refuse_index()
+            if self._storage.rows is None:
+                writing.warn_of_long_rows(self.parts, data, dims)
+        return data
 
     def _errors_in(self, data: TensorDictBase, dims: int, time_dim: int, reduction: str) -> torch.Tensor | None:
         """Return one TD error for each row of the data, in the order of their index; None if there are none."""

@@ -19,7 +19,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.host_memory import has_memory
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
-from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
+from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict, plain_entries
 
 CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
@@ -228,11 +228,13 @@ def _build(
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
     """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of entries."""
-    if type(data) is not TensorDict:
-        if not isinstance(data, TensorDictBase):
-            return True
+    if type(data) is TensorDict:
+        entries = plain_entries(data)
+    elif isinstance(data, TensorDictBase):
         refuse_ragged(data, node.path)
-    entries = entries_of(data)
+        entries = entries_of(data)
+    else:
+        return True
     for name, slot in node.leaves:
         leaves[slot] = entries.get(name, _NO_VALUE)
     unknown = len(entries) != len(node.leaves) + len(node.nodes)

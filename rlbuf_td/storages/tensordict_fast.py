@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,10 @@ new_tensordict = _assemble if _HAS_DICT else cast("Any", TensorDict)
 def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
     """Return the entries of one level of ``data`` as a mapping, which callers must not change."""
     return data._tensordict if type(data) is TensorDict and _HAS_DICT else _Level(data)
+
+
+#: :func:`entries_of` a TensorDict itself, of no subclass, without a Python frame.
+plain_entries: Callable[[TensorDict], Mapping[str, Any]] = attrgetter("_tensordict") if _HAS_DICT else entries_of
 
 
 class _Level(Mapping[str, Any]):
