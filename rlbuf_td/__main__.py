@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     demo("--steps", type=whole_number(1), help="most environment steps (default: 59904)")
     demo("--seed", type=whole_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
     demo("--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}")
-    demo("--out", type=Path, help="folder for the picture and the policy (default: a new one in runs/)")
+    demo("--out", type=Path, help="folder for the picture (default: a new one in runs/)")
     doctor = commands["doctor"].add_argument
     doctor("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
     doctor("--env", help="a Gymnasium environment, whose bounds the observations must respect")

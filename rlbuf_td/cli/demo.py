@@ -15,11 +15,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import Sampler
 from torchrl.envs import EnvBase, GymEnv
-from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 
@@ -74,7 +73,7 @@ class Learner:
 
 
 def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path) -> EpisodeStats:
-    """Train until the environment is solved; leave the policy and a picture of all episodes in the folder ``out``."""
+    """Train until the environment is solved; leave a picture of all episodes in the folder ``out``."""
     torch.manual_seed(seed)
     steps = -(-steps // FRAMES) * FRAMES
     env = GymEnv(env_name)
@@ -106,25 +105,13 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     collector.shutdown()
     if stats.steps < steps:
         print(f"solved, stopped early: {stats.steps:,} of at most {steps:,} steps")
-    torch.save(policy.state_dict(), out / "policy.pt")
     if stats.episodes:
         plot_episodes(stats).savefig(out / "learning_curve.png")
-    reached = evaluate(policy, env_name, seed)
-    print(f"mean return of the final policy over 10 new episodes, no exploration: {reached:.1f}")
     return stats
 
 
 def mean_return(stats: EpisodeStats) -> float:
     return stats.summary().get("train/return_mean", float("nan"))
-
-
-@torch.no_grad()
-def evaluate(policy: TensorDictModuleBase, env_name: str, seed: int) -> float:
-    env, episodes = GymEnv(env_name), 10
-    env.set_seed(10_000 + seed)
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
-        rollouts = [env.rollout(10_000, policy, auto_cast_to_device=True) for _ in range(episodes)]
-    return sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
@@ -141,7 +128,7 @@ def prepare(options: argparse.Namespace, name: str) -> Path:
     out: Path = options.out or Path("runs", f"{name}-seed{options.seed}")
     try:  # before the work that would otherwise be lost
         out.mkdir(parents=True, exist_ok=True)
-        (out / "policy.pt").touch()
+        (out / "learning_curve.png").touch()
     except OSError as error:
         raise UsageError(f"--out: cannot write to {out}: {error.strerror}") from None
     torch.set_num_threads(1)  # the networks are too small for more
@@ -157,6 +144,5 @@ def main(options: argparse.Namespace) -> int:
     print(f"mean return of the last {WINDOW} training episodes: {mean_return(stats):.1f}, after {stats.steps:,} steps")
     print(f"{time.perf_counter() - began:,.0f} s")
     print(f"learning curve: {out / 'learning_curve.png'}")
-    print(f"policy: {out / 'policy.pt'}")
     print("next: try --sampler uniform")
     return 0

@@ -177,13 +177,14 @@ class EpisodeStats:
         known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in self._flags or not known:
             raise KeyError(f"no {show_key(key)} in the data: EpisodeStats needs one per step")
-        if key == self._flags[0]:
-            return known[0] | known[-1]
         ended = known[0] | known[-1] if done is None else done
-        other = truncated if key == self._flags[1] else terminated
-        if other is not None:
-            return ended & ~other
-        return ended if key == self._flags[1] else torch.zeros_like(ended)  # with done alone, all ends are terminations
+        if key == self._flags[0]:
+            return ended
+        is_truncation = key == self._flags[2]
+        other = terminated if is_truncation else truncated
+        if other is None:  # with done alone, all ends are terminations
+            return torch.zeros_like(ended) if is_truncation else ended
+        return ended & ~other
 
     def record(self, steps: Steps, lanes: torch.Tensor | None = None) -> None:
         """Count the steps that :meth:`read` returned; this is the second half of :meth:`update`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -222,8 +223,9 @@ class Client:
             self.stale += int(mine.sum() - current.sum())
             columns = handles[current, ROW], handles[current, STAMP], errors[current]
             sent = columns if len(columns[0]) else None
-            requests[place] = Request(fractions.get(place, _NO_ERRORS), report.incarnation, largest, sent)
-        return self.links.request(requests)
+            request = Request(fractions.get(place, _NO_ERRORS), report.incarnation, largest, sent)
+            requests[place] = (pickle.dumps(request, 5),)
+        return self.links.start("answer", requests)
 
     def _exchange(self, places: Iterable[int]) -> None:
         """Send the queued TD errors; make the shards in ``places`` store their waiting rows and report their state."""

@@ -13,7 +13,7 @@ import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.distributed.shard import Answer, Report, Request
+from rlbuf_td.distributed.shard import Answer, Report
 
 PATIENCE = 3.0  # seconds after which a shard that does not answer counts as lost; doubled if it answers later
 RECOVERY = 60.0  # seconds to wait for a shard if all are lost
@@ -126,12 +126,8 @@ class Links:
                 self.lose(place)
         return answers
 
-    def request(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """Send each shard its request; return Ray's references to the answers, for :meth:`receive`."""
-        return self.start("answer", {place: (pickle.dumps(request, 5),) for place, request in requests.items()})
-
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Wait for the answers to :meth:`request`, and store the shard's report in each."""
+        """Wait for the answers to requests, and store the shard's report in each."""
         answers = {place: pickle.loads(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)

@@ -25,7 +25,6 @@ from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.storages.checks import whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
-_SHOWN = "rows", "waiting", "mass", "inserts", "stale_updates"  # of a shard's report, in `health`
 _POLL = 0.002  # seconds between two questions whether flow control admits a call
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # of the manifest of a dump
 
@@ -191,17 +190,15 @@ class ShardedReplayBuffer(Client):
 
         Returns:
             ``"shards"``: a list of one dict per shard, with ``alive`` and ``lost_rows``; the dict of a live shard also
-            has ``rows`` (stored), ``waiting`` (rows received but not yet stored), ``mass`` (the sum of ``p^alpha``),
-            ``inserts`` (rows received) and ``stale_updates`` (skipped TD errors).
+            has the fields of its :class:`~rlbuf_td.distributed.shard.Report`, such as ``rows`` and ``mass``.
             ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: how often a draw was repeated
             because a shard had been lost or emptied. ``"stale_updates"``: number of all skipped TD errors. ``"flow"``:
             counters of flow control, if it is used.
         """
         reports, shards = self.links.ask("report"), []
         for place, lost_rows in enumerate(self.links.lost_rows):
-            report = reports.get(place)
-            shown = {} if report is None else {name: getattr(report, name) for name in _SHOWN}
-            shards.append({"alive": report is not None, "lost_rows": lost_rows} | shown)
+            report = reports[place]._asdict() if place in reports else {}
+            shards.append({"alive": place in reports, "lost_rows": lost_rows} | report)
         found = {"shards": shards, "lost_shards": self.links.losses, "retries": self.retries}
         found["stale_updates"] = self.stale + sum(shard.get("stale_updates", 0) for shard in shards)
         return found if self._flow is None else found | {"flow": ray.get(self._flow.report.remote())}

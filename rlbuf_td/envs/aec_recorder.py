@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlbuf_td.envs.recorder import BufferLane, Recorder, Target, fill_, fill_parts_
+from rlbuf_td.envs.recorder import BufferLane, Recorder, Target, fill_parts_
 from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
 from rlbuf_td.storages.schema import SchemaError
 
@@ -166,9 +166,7 @@ class _Seat(Recorder):
         if not self.is_open:
             return
         fill_parts_(self._columns, self._next_paths, observation)
-        flags = {"terminated": terminated, "truncated": truncated, "done": terminated or truncated}
-        for name, value in {"reward": reward, **flags}.items():
-            fill_(self._columns["next", name][..., 0], value, ("next", name))
+        self._fill_outcome(reward, terminated, truncated)
         mask = self._columns.get(("next", ACTION_MASK))
         if mask is not None and not mask.any():
             mask[...] = True

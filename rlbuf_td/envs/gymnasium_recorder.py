@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from rlbuf_td.envs.recorder import REWARD, Recorder, Target, fill_, fill_final_, fill_info_, fill_parts_, to_array
-from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra, tensors_of
-from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.episodes import DONE_KEY
-from rlbuf_td.storages.schema import show_key
+from rlbuf_td.envs.recorder import Recorder, Target, fill_final_, fill_info_, fill_parts_, to_array
+from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, tensors_of
 
 if TYPE_CHECKING:
     from gymnasium import Env
     from gymnasium.vector import VectorEnv
     from tensordict import TensorDict
 
-TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
 _SAME_STEP = (
     "gymnasium.make_vec(id, num_envs, vectorization_mode='sync', "
     "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.SAME_STEP})"
@@ -101,16 +97,12 @@ class GymnasiumRecorder(Recorder):
             value = torch.as_tensor(to_array(tensors_of(default, *path)), device="cpu")
             value = value if single else value.expand(self._lanes, *value.shape)
             self._add_entry(self._schema, ("next", *path), value)
-        self._refuse_drift()
-        self._obs: Any = None  # None: a reset must follow
-        self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
-
-    def _refuse_drift(self) -> None:
-        """Raise a ValueError if lanes would fall behind others in a buffer that writes whole time steps."""
         if self._mode == "NextStep" and self._lanes > 1 and not self.buffer.takes_lanes:
             fault = f"a lane that resets falls a step behind, and a {type(self.buffer.writer).__name__} here"
             how = f"use same-step autoreset, for example {_SAME_STEP}"
             raise ValueError(f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}")
+        self._obs: Any = None  # None: a reset must follow
+        self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes."""
@@ -172,27 +164,10 @@ class GymnasiumRecorder(Recorder):
         self._obs = None
         self._begin(np.ones(self._lanes, bool))
 
-    # -- rows
-
-    def _reward_column(self, reward: object) -> np.ndarray:
-        """Return where rewards go; raise a SchemaError if rows hold rewards of another shape."""
-        shape, column = to_array(reward).shape, self._columns[REWARD]
-        if shape == column.shape:
-            return column
-        if (*shape, 1) == column.shape:
-            return column[..., 0]
-        fault = f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
-        example = show_extra(REWARD, torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"))
-        raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
-
     def _fill_after(self, result: tuple[Any, ...], going: np.ndarray) -> np.ndarray:
         """Fill the results of a step; return a mask of the lanes whose episode has ended, ``[E]``."""
         observation, reward, terminated, truncated, info = result
-        fill_(self._reward_column(reward), reward, REWARD)
-        fill_(self._columns[TERMINATED][..., 0], terminated, TERMINATED)
-        fill_(self._columns[TRUNCATED][..., 0], truncated, TRUNCATED)
-        ended, cut, done = (self._rows[key][:, 0] for key in (TERMINATED, TRUNCATED, DONE_KEY))
-        np.logical_or(ended, cut, out=done)
+        done = self._fill_outcome(reward, terminated, truncated)
         fill_parts_(self._columns, self._next_paths, observation)
         is_reset = done & (self._mode == "SameStep")  # the results are those of the next episode's first observation
         info = [info] if self._single else info

@@ -208,6 +208,20 @@ class Recorder:
             self._refuse_missing(key, value)
         schema.set(key, value)
 
+    def _fill_outcome(self, reward: object, terminated: object, truncated: object) -> np.ndarray:
+        """Fill the rewards and end flags of a step; return a view of the flags ``done``, ``[E]``."""
+        for name, value in (("terminated", terminated), ("truncated", truncated)):
+            fill_(self._columns["next", name][..., 0], value, ("next", name))
+        ended, cut, done = (self._rows["next", name][:, 0] for name in ("terminated", "truncated", "done"))
+        np.logical_or(ended, cut, out=done)
+        shape, column = to_array(reward).shape, self._columns[REWARD]
+        if shape not in (column.shape, column.shape[:-1]):
+            fault = f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
+            example = show_extra(REWARD, torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"))
+            raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
+        fill_(column if shape == column.shape else column[..., 0], reward, REWARD)
+        return done
+
     # -- writes
 
     def _write_step(self) -> None:

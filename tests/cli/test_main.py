@@ -146,7 +146,7 @@ def one_thread():
 
 
 @pytest.mark.slow
-def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path):
+def test_the_dqn_demo_learns_a_little_and_leaves_its_picture(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "rlbuf_td", "demo", "--steps", "1025", "--seed", "1", "--out", "run"],
         capture_output=True,
@@ -156,10 +156,9 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
         env=os.environ | {"PYTHONPATH": str(Path(rlbuf_td.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
-    assert "mean return of the final policy over 10 new episodes" in done.stdout
+    assert "mean return of the last 20 training episodes" in done.stdout
     assert "next:" in done.stdout
     assert (tmp_path / "run" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "run" / "policy.pt").stat().st_size > 10_000
     assert "solved" not in done.stdout
     assert re.search(r"1280/1280 .* mean return of 20 episodes: \d+", done.stderr)
     assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
