@@ -46,10 +46,9 @@ class EpisodeStats:
     """Returns, lengths and other metrics of the last episodes.
 
     A buffer made with ``ReplayBuffer(..., stats=EpisodeStats())`` counts the steps of every write, before any
-    transform. Without a buffer, call :meth:`update`. An episode may span several writes. Returns are undiscounted.
-
-    An episode consists of the steps with the same trajectory id (without ids, in the same lane) up to a ``done``. An
-    unfinished episode without a step in the last 1,000 writes may be dropped.
+    transform. Without a buffer, call :meth:`update`. An episode consists of the steps with the same trajectory id
+    (without ids, in the same lane) up to a ``done``; it may span several writes. An unfinished episode without a step
+    in the last 1,000 writes may be dropped. Returns are undiscounted.
 
     Args:
         keys: further metrics with one number per step, as a dict from keys to ``"sum"``, ``"mean"`` or ``"last"``, such
@@ -67,9 +66,8 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics or two reasons have the same name.
 
-    Cost: O(steps) per write. Data on another device is copied to the host, so that each write waits for it. If other
-    processes write to the buffer, the statistics in each process count its own steps; for all that are stored,
-    call ``EpisodeStats.update(rb.chronological(), time_dim=0)`` in a buffer ``[T, E]``.
+    Cost: O(steps) per write. Data on another device is copied to the host, so that each write waits for it. If several
+    processes write to the buffer, the statistics in each process count its own steps.
 
     Example:
         >>> from tensordict import TensorDict

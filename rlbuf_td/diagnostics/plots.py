@@ -76,8 +76,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with a panel per metric, and a panel for end reasons. Returns and lengths share a panel if they are
-        equal.
+        A figure with a panel per metric (one for returns and lengths that are equal), and a panel for end reasons.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -257,14 +256,12 @@ def _default_keys(data: TensorDictBase) -> list[NestedKey]:
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot the ages and weights of the last batch, and the TD errors and probabilities of all rows.
 
-    A panel without data is omitted: ages and weights need a batch, ages a writer that keeps the time order, and weights
-    and TD errors a prioritized sampler.
-
     Args:
         rb: a buffer with rows.
 
     Returns:
-        A figure with one to four panels.
+        A figure with one to four panels: ages and weights need a batch, ages a writer that keeps the time order, and
+        weights and TD errors a prioritized sampler.
 
     Raises:
         RuntimeError: no panel has data.

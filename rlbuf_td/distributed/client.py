@@ -94,9 +94,9 @@ class Client:
     ) -> TensorDictBase:
         """Sample a batch, ``[B]``, from all shards, in newly allocated memory.
 
-        The batch has an ``"index"``, ``[B, 4]`` int64, with four numbers per row: the shard, the shard's start time in
-        ns, the row in the shard, and the number of time steps written to the shard before the draw. With prioritized
-        buffers, the batch also has importance weights, ``"priority_weight"``, ``[B]`` float32.
+        The batch has an ``"index"``, ``[B, 4]`` int64: per row, the shard, the shard's start time in ns, the row in the
+        shard, and the serial of this row. With prioritized buffers, the batch also has importance weights,
+        ``"priority_weight"``, ``[B]`` float32.
 
         Args:
             batch_size: number of rows in the batch; default: ``batch_size`` of the shards.
@@ -311,8 +311,8 @@ class Client:
         shard if its own is lost or too slow.
 
         Raises:
-            SchemaError: the data does not match earlier rows of this client or of the shard. For a mismatch with the
-                shard's rows, the error may come from a later write or from :meth:`synchronize`.
+            SchemaError: the data does not match earlier rows of this client or of the shard; for the shard's rows, a
+                later write or :meth:`synchronize` may raise it.
             ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
             ShardLost: all shards are lost.
             ShutDown: the buffer has been shut down.

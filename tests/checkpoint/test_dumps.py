@@ -18,19 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler
 
-from rlbuf_td import (
-    CheckpointError,
-    MinibatchSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    ReplayBufferMixture,
-    ReservoirWriter,
-    RingWriter,
-    TrajectoryIndex,
-    UniformSampler,
-)
+import rlbuf_td as td
 from rlbuf_td.checkpoint import buffer, files, open_checkpoint
 from tests.catalogue import SAMPLERS, assert_same
 
@@ -43,14 +31,14 @@ def make(
     seed: int | None = 0,
     storage: Any = None,
     **kwargs: Any,
-) -> ReplayBuffer:
+) -> td.ReplayBuffer:
     """Return an empty storage of ``steps`` time steps, with a generator of its own unless ``seed`` is ``None``."""
     rows = steps * max(1, lanes)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     if storage is None:
-        storage = PackedStorage(rows, ndim=1 + bool(lanes))
+        storage = td.PackedStorage(rows, ndim=1 + bool(lanes))
     made = SAMPLERS[sampler](rows)
-    return ReplayBuffer(storage=storage, sampler=made, batch_size=8, generator=generator, **kwargs)
+    return td.ReplayBuffer(storage=storage, sampler=made, batch_size=8, generator=generator, **kwargs)
 
 
 def transitions(n: int, lanes: int = 0, first: int = 0) -> TensorDict:
@@ -62,7 +50,7 @@ def transitions(n: int, lanes: int = 0, first: int = 0) -> TensorDict:
     return TensorDict(observation | {"next": after}, lead)
 
 
-def step(rb: ReplayBuffer, number: int, lanes: int = 0) -> TensorDictBase:
+def step(rb: td.ReplayBuffer, number: int, lanes: int = 0) -> TensorDictBase:
     """Write (more at first), sample and update priorities, as a run does; return the batch."""
     rb.extend(transitions(3 if number else 8, lanes, first=3 * number))
     batch = rb.sample()
@@ -123,11 +111,11 @@ def test_the_dump_says_what_it_holds(tmp_path):
 
 
 def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_priorities(tmp_path):
-    rb = ReplayBuffer(storage=PackedStorage(20), sampler=PrioritizedSampler(20, 0.7, 0.5), batch_size=8)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(20), sampler=PrioritizedSampler(20, 0.7, 0.5), batch_size=8)
     rb.update_priority(rb.extend(transitions(9)), torch.rand(9))
-    with pytest.raises(CheckpointError, match=r"_sum_tree is a SumSegmentTree\w*, .*Use a ProportionalSampler, which"):
+    with pytest.raises(td.CheckpointError, match=r"_sum_tree is a SumSegmentTree\w*, .*Use a Proportional"):
         rb.dumps(tmp_path)
-    ours, before = ProportionalSampler(20), rb.sampler.state_dict()
+    ours, before = td.ProportionalSampler(20), rb.sampler.state_dict()
     ours.load_state_dict(before)
     rb.set_sampler(ours)
     rb.dumps(tmp_path)
@@ -175,9 +163,9 @@ ROWS = 4_000  # of 256 bytes: 1 MB
 
 
 def of_rows(scratch_dir=None, sampler="proportional", seed=0, rows=ROWS):
-    return ReplayBuffer(
-        storage=PackedStorage(rows, scratch_dir=scratch_dir),
-        sampler=ProportionalSampler(rows) if sampler == "proportional" else UniformSampler(),
+    return td.ReplayBuffer(
+        storage=td.PackedStorage(rows, scratch_dir=scratch_dir),
+        sampler=td.ProportionalSampler(rows) if sampler == "proportional" else td.UniformSampler(),
         batch_size=16,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -245,7 +233,7 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
 def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tmp_path):
     rb = make(sampler, lanes=lanes)
-    TrajectoryIndex(rb.storage)
+    td.TrajectoryIndex(rb.storage)
     for number in range(written):
         step(rb, number, lanes)
     rb.dumps(tmp_path)
@@ -263,7 +251,7 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
         start = rb.writer._cursor if rb.full else 0
         assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
         assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
-    index, fresh = TrajectoryIndex(again.storage), TrajectoryIndex(again.storage)
+    index, fresh = td.TrajectoryIndex(again.storage), td.TrajectoryIndex(again.storage)
     rows = torch.arange(len(again))
     for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
         assert torch.equal(left, right)
@@ -285,7 +273,7 @@ def test_a_dump_from_before_the_first_write_is_loaded_into_another_capacity(samp
 
 def test_epochs_start_anew_when_rows_move(tmp_path):
     def buffer(capacity):
-        return ReplayBuffer(storage=PackedStorage(capacity), sampler=MinibatchSampler(2), batch_size=2)
+        return td.ReplayBuffer(storage=td.PackedStorage(capacity), sampler=td.MinibatchSampler(2), batch_size=2)
 
     rb = buffer(6)
     rb.extend(transitions(8))
@@ -317,12 +305,12 @@ class Like:
         return str(self.path)
 
 
-def small(**kwargs: Any) -> ReplayBuffer:
-    return ReplayBuffer(storage=PackedStorage(8, **kwargs), sampler=ProportionalSampler(8), batch_size=2)
+def small(**kwargs: Any) -> td.ReplayBuffer:
+    return td.ReplayBuffer(storage=td.PackedStorage(8, **kwargs), sampler=td.ProportionalSampler(8), batch_size=2)
 
 
-def mixture() -> ReplayBufferMixture:
-    return ReplayBufferMixture({"only": small()}, {"only": 1.0})
+def mixture() -> td.ReplayBufferMixture:
+    return td.ReplayBufferMixture({"only": small()}, {"only": 1.0})
 
 
 PARTS: dict[str, Any] = {
@@ -330,10 +318,10 @@ PARTS: dict[str, Any] = {
     "mixture": mixture,
     "shares": lambda: mixture().sampler,
     "storage": lambda: small().storage,
-    "sampler": lambda: ProportionalSampler(8),
-    "wrapper": lambda: NStepSampler(UniformSampler(), 2, 0.9),
-    "ring": RingWriter,
-    "reservoir": ReservoirWriter,
+    "sampler": lambda: td.ProportionalSampler(8),
+    "wrapper": lambda: td.NStepSampler(td.UniformSampler(), 2, 0.9),
+    "ring": td.RingWriter,
+    "reservoir": td.ReservoirWriter,
 }
 FOUR = TensorDict({"x": torch.arange(4), "next": {"done": torch.ones(4, 1, dtype=torch.bool)}}, [4])
 
@@ -353,7 +341,7 @@ def test_parts_are_saved_and_loaded(part: str, tmp_path: Path):
 ROW_BYTES = 128
 
 
-def extend_quarter(rb: ReplayBuffer, generation: int, rows: int) -> None:
+def extend_quarter(rb: td.ReplayBuffer, generation: int, rows: int) -> None:
     """Write a quarter of the rows (at first all of them) with the number of the generation."""
     count = rows if generation == 0 else rows // 4
     rb.extend(TensorDict({"x": torch.full((count, ROW_BYTES // 8), generation)}, [count]))
@@ -366,7 +354,7 @@ def quarters(generation: int, rows: int) -> torch.Tensor:
     return numbers
 
 
-def killed_child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, after: float) -> int:
+def killed_child(rb: td.ReplayBuffer, folder: Path, generation: int, rows: int, after: float) -> int:
     """Let a child dump for ``after`` seconds, kill it, and return the last generation that it has announced."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -390,7 +378,7 @@ def killed_child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, aft
 @pytest.mark.parametrize(("kills", "megabytes"), [(8, 4), pytest.param(30, 25, marks=pytest.mark.slow)])
 def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(kills, megabytes, tmp_path):
     rows, chance, generation = megabytes * 10**6 // ROW_BYTES // 4 * 4, random.Random(0), 3
-    rb = ReplayBuffer(storage=PackedStorage(rows), sampler=ProportionalSampler(rows), batch_size=4)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(rows), sampler=td.ProportionalSampler(rows), batch_size=4)
     for number in range(generation + 1):
         start = time.perf_counter()
         extend_quarter(rb, number, rows)

@@ -14,32 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from rlbuf_td import (
-    FreshRowsSampler,
-    HindsightSampler,
-    MinibatchSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    QueueSampler,
-    QueueWriter,
-    RankSampler,
-    RecencySampler,
-    ReplayBuffer,
-    ReservoirWriter,
-    RolloutWriter,
-    SequenceSampler,
-    TrajectoryIndex,
-    UniformSampler,
-)
+import rlbuf_td as td
 from tests.checkpoint.test_dumps import transitions
 
 T = 70
 
 
 def queue() -> dict[str, Any]:
-    writer = QueueWriter()
-    return {"writer": writer, "sampler": QueueSampler(writer)}
+    writer = td.QueueWriter()
+    return {"writer": writer, "sampler": td.QueueSampler(writer)}
 
 
 def reward(batch: Any) -> Tensor:
@@ -47,25 +30,25 @@ def reward(batch: Any) -> Tensor:
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "uniform": lambda: {"sampler": UniformSampler()},
-    "proportional": lambda: {"sampler": ProportionalSampler(T)},
-    "rank": lambda: {"sampler": RankSampler(T)},
-    "minibatch": lambda: {"sampler": MinibatchSampler(3)},
-    "recency": lambda: {"sampler": RecencySampler(4.0, 9)},
-    "fresh": lambda: {"sampler": FreshRowsSampler(ProportionalSampler(T), 3)},
-    "n-step": lambda: {"sampler": NStepSampler(UniformSampler(), 3, 0.9)},
-    "hindsight": lambda: {"sampler": HindsightSampler(UniformSampler(), reward)},
-    "windows": lambda: {"sampler": SequenceSampler(UniformSampler(), 2)},
-    "reservoir": lambda: {"writer": ReservoirWriter()},
-    "rollout": lambda: {"writer": RolloutWriter()},
+    "uniform": lambda: {"sampler": td.UniformSampler()},
+    "proportional": lambda: {"sampler": td.ProportionalSampler(T)},
+    "rank": lambda: {"sampler": td.RankSampler(T)},
+    "minibatch": lambda: {"sampler": td.MinibatchSampler(3)},
+    "recency": lambda: {"sampler": td.RecencySampler(4.0, 9)},
+    "fresh": lambda: {"sampler": td.FreshRowsSampler(td.ProportionalSampler(T), 3)},
+    "n-step": lambda: {"sampler": td.NStepSampler(td.UniformSampler(), 3, 0.9)},
+    "hindsight": lambda: {"sampler": td.HindsightSampler(td.UniformSampler(), reward)},
+    "windows": lambda: {"sampler": td.SequenceSampler(td.UniformSampler(), 2)},
+    "reservoir": lambda: {"writer": td.ReservoirWriter()},
+    "rollout": lambda: {"writer": td.RolloutWriter()},
     "queue": queue,
 }
 
 
-def make(name: str, share_next: bool = False, count: int = 30) -> ReplayBuffer:
+def make(name: str, share_next: bool = False, count: int = 30) -> td.ReplayBuffer:
     generator = torch.Generator().manual_seed(0)
-    storage = PackedStorage(T, share_next=["observation"] if share_next else False)
-    rb = ReplayBuffer(storage=storage, batch_size=8, generator=generator, **PARTS[name]())
+    storage = td.PackedStorage(T, share_next=["observation"] if share_next else False)
+    rb = td.ReplayBuffer(storage=storage, batch_size=8, generator=generator, **PARTS[name]())
     rows = transitions(count)
     rows["state_value"] = rows["next", "state_value"] = rows["next", "reward"].clone()
     rows["next", "observation"] = rows["observation"].roll(-1, 0)
@@ -219,18 +202,18 @@ def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, file: str, k
 
 def test_damaged_numbers_of_episodes_are_refused_or_reach_no_other_memory():
     rb = make("n-step")
-    state, before = rb.storage.state_dict(), TrajectoryIndex(rb.storage).reach(torch.arange(30))
+    state, before = rb.storage.state_dict(), td.TrajectoryIndex(rb.storage).reach(torch.arange(30))
     saved = state["episodes"]
     for name, wrong in {"back": saved["back"][:, 1:], "following": saved["following"].int(), "done_key": []}.items():
         with pytest.raises(ValueError, match="saved"):
             rb.storage.load_state_dict(state | {"episodes": saved | {name: wrong}})
-    assert all(map(torch.equal, TrajectoryIndex(rb.storage).reach(torch.arange(30)), before))
+    assert all(map(torch.equal, td.TrajectoryIndex(rb.storage).reach(torch.arange(30)), before))
     forged = {
         "back": torch.full_like(saved["back"], 2**31 - 1),
         "following": torch.full_like(saved["following"], 2**62),
     }
     rb.storage.load_state_dict(state | {"episodes": saved | forged})
-    back, ahead, _ = TrajectoryIndex(rb.storage).reach(torch.arange(30))
+    back, ahead, _ = td.TrajectoryIndex(rb.storage).reach(torch.arange(30))
     assert back.min() >= 0
     assert ahead.min() >= 0
     assert (back + ahead).max() < 30

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import RandomSampler, Sampler, TensorDictMaxValueWriter
 
-from rlbuf_td import (
-    MinibatchSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    SequenceSampler,
-    UniformSampler,
-)
+import rlbuf_td as td
 from tests.catalogue import SAMPLERS
 
 CAPACITY = 40
@@ -34,8 +25,8 @@ def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
     return TensorDict({"step": step}, [lanes, count])
 
 
-def filled(sampler: Any = None, capacity: int = 40, rows: int = 30, **settings: Any) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=PackedStorage(capacity), sampler=sampler, batch_size=8, **settings)
+def filled(sampler: Any = None, capacity: int = 40, rows: int = 30, **settings: Any) -> td.ReplayBuffer:
+    rb = td.ReplayBuffer(storage=td.PackedStorage(capacity), sampler=sampler, batch_size=8, **settings)
     rb.extend(numbered(0, rows)[0])
     return rb
 
@@ -54,7 +45,7 @@ def test_in_lockstep_with_lists_of_what_was_written_and_drawn(sampler, lanes, pa
     torch.manual_seed(seed)
     ndim = 1 if lanes == 1 else 2
     made = RandomSampler() if sampler == "TorchRL's" else SAMPLERS[sampler](CAPACITY)
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY, ndim=ndim), sampler=made)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(CAPACITY, ndim=ndim), sampler=made)
     written, ages = 0, list[int]()
     for count, draws in parts:
         data = numbered(written, count, lanes)
@@ -72,11 +63,11 @@ def test_in_lockstep_with_lists_of_what_was_written_and_drawn(sampler, lanes, pa
             assert found == [quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)]
 
 
-@pytest.mark.parametrize("make", [ProportionalSampler, RankSampler])
+@pytest.mark.parametrize("make", [td.ProportionalSampler, td.RankSampler])
 def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
     torch.manual_seed(0)
     n = 300
-    rb = ReplayBuffer(storage=PackedStorage(n), sampler=make(n, 0.8, 0.7), batch_size=64)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(n), sampler=make(n, 0.8, 0.7), batch_size=64)
     rb.extend(numbered(0, n)[0])
     errors = torch.randn(n).exp()
     rb.update_priority(torch.arange(n), -errors)
@@ -86,7 +77,7 @@ def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
     assert health["effective_sample_size"] == pytest.approx(float(share))
     assert health["effective_share"] == pytest.approx(float(share) / 64)
     assert health["weight_max_over_median"] == pytest.approx(float(weight.max() / weight.sort().values[31]))
-    if make is RankSampler:
+    if make is td.RankSampler:
         mass = [rank**-0.8 for rank in range(1, n + 1)]
     else:
         mass = [(error + 1e-8) ** 0.8 for error in sorted(errors.double().tolist(), reverse=True)]
@@ -96,8 +87,8 @@ def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
 
 
 def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
-    wrapped = SequenceSampler(NStepSampler(ProportionalSampler(40), 2, 0.9), 4)
-    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8)
+    wrapped = td.SequenceSampler(td.NStepSampler(td.ProportionalSampler(40), 2, 0.9), 4)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8)
     data = numbered(0, 10, 4)
     data["next"] = TensorDict({"reward": torch.ones(4, 10, 1), "done": torch.zeros(4, 10, 1).bool()}, [4, 10])
     rb.extend(data)
@@ -110,7 +101,7 @@ def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
     assert health["age_max"] == 9 - int(step.min())
 
 
-@pytest.mark.parametrize("make", [UniformSampler, RandomSampler, MinibatchSampler])
+@pytest.mark.parametrize("make", [td.UniformSampler, RandomSampler, td.MinibatchSampler])
 def test_equally_probable_rows_have_a_top_mass_of_a_hundredth(make):
     rb = filled(make(), 200, 200)
     assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates", "compiled"}
@@ -135,14 +126,14 @@ def test_numbers_of_unknown_samplers_and_writers_are_left_out():
         def state_dict(self) -> Any: ...
         def load_state_dict(self, state_dict: Any) -> None: ...
 
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=Third(), batch_size=3)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(10), sampler=Third(), batch_size=3)
     rb.extend(numbered(0, 5)[0])
     rb.sample()
     health = rb.health()
     assert "top_mass" not in health
     assert health["age_max"] == 2.0
 
-    best = ReplayBuffer(storage=PackedStorage(10), writer=TensorDictMaxValueWriter(rank_key="step"), batch_size=3)
+    best = td.ReplayBuffer(storage=td.PackedStorage(10), writer=TensorDictMaxValueWriter(rank_key="step"), batch_size=3)
     best.extend(numbered(0, 5)[0])
     best.sample()
     assert not [name for name in best.health() if name.startswith("age")]

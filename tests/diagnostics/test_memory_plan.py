@@ -12,16 +12,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 
-from rlbuf_td import (
-    MinibatchSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    UniformSampler,
-    plan,
-)
+import rlbuf_td as td
 from rlbuf_td.diagnostics import memory_plan as planning
 from rlbuf_td.diagnostics.memory_plan import MemoryPlan, priority_bytes
 from rlbuf_td.storages.memory_budget import Room
@@ -38,9 +29,9 @@ def taken(tensors: Any) -> int:
 
 
 def state_of(sampler: Any) -> int:
-    if isinstance(sampler, ProportionalSampler):
+    if isinstance(sampler, td.ProportionalSampler):
         return taken(sampler.tree.tensors().values())
-    if isinstance(sampler, RankSampler):
+    if isinstance(sampler, td.RankSampler):
         return taken(sampler.order.tensors.values())
     return 0
 
@@ -49,8 +40,8 @@ def state_of(sampler: Any) -> int:
 def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
     lanes = (3,)
     example = transitions(schema, None, lanes)
-    needed = plan(example, 100)
-    storage = PackedStorage(100, ndim=1 + len(lanes))
+    needed = td.plan(example, 100)
+    storage = td.PackedStorage(100, ndim=1 + len(lanes))
     storage.set([0], transitions(schema, 1, lanes))
     assert (needed.capacity, needed.row_bytes, needed.rows) == (storage.max_size, storage.row_bytes, storage.nbytes)
     assert needed.rows == taken([storage.rows.matrix])  # pyrefly: ignore [missing-attribute]
@@ -64,45 +55,47 @@ def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 9, 4_097])
-@pytest.mark.parametrize(("name", "kind"), [("proportional", ProportionalSampler), ("rank", RankSampler)])
+@pytest.mark.parametrize(("name", "kind"), [("proportional", td.ProportionalSampler), ("rank", td.RankSampler)])
 def test_priorities_are_planned_byte_for_byte(name: str, kind: Any, capacity: int) -> None:
     sampler = kind(capacity)
     assert {priority_bytes(way, capacity) for way in (kind, sampler, name)} == {state_of(sampler)}
 
 
 def test_samplers_of_others_are_planned_too() -> None:
-    assert priority_bytes(UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
-    assert priority_bytes(MinibatchSampler(), 1_000) == 8_000
-    assert priority_bytes(NStepSampler(ProportionalSampler(10), 2, 0.9), 10) == ProportionalSampler.nbytes_for(10)
+    assert priority_bytes(td.UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
+    assert priority_bytes(td.MinibatchSampler(), 1_000) == 8_000
+    assert priority_bytes(td.NStepSampler(td.ProportionalSampler(10), 2, 0.9), 10) == td.ProportionalSampler.nbytes_for(
+        10
+    )
     assert priority_bytes(PrioritizedSampler, 1_000) == 2 * 2 * 1024 * 4  # two trees of float32
 
 
 @pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
 def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[int, ...]) -> None:
-    rb = ReplayBuffer(storage=PackedStorage(10_000, ndim=ndim), dim_extend=0)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(10_000, ndim=ndim), dim_extend=0)
     index = TrajectoryIndex(rb.storage)
     rb.extend(transitions(SCHEMAS["halfcheetah"], 5, lanes))
     index.steps_back(torch.zeros(1, dtype=torch.int64))
-    needed = plan(rb)
+    needed = td.plan(rb)
     assert needed.trajectories == index.nbytes > 0
     assert needed.total == needed.rows + needed.priorities + needed.trajectories
-    assert plan(TensorDict({"x": torch.zeros(3)}), 100).trajectories == 0
-    assert plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102  # whole time steps
+    assert td.plan(TensorDict({"x": torch.zeros(3)}), 100).trajectories == 0
+    assert td.plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102  # whole time steps
 
 
 def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_path: Path) -> None:
-    storage = PackedStorage(1_000, scratch_dir=tmp_path / "rows")
-    rb = ReplayBuffer(storage=storage, sampler=RankSampler(1_000))
+    storage = td.PackedStorage(1_000, scratch_dir=tmp_path / "rows")
+    rb = td.ReplayBuffer(storage=storage, sampler=td.RankSampler(1_000))
     rb.extend(transitions(SCHEMAS["vector"], 3))
-    needed = plan(rb)
+    needed = td.plan(rb)
     assert (needed.capacity, needed.rows) == (1_000, storage.nbytes)
-    assert needed.priorities == RankSampler.nbytes_for(1_000)
+    assert needed.priorities == td.RankSampler.nbytes_for(1_000)
     assert needed.place.place.startswith(f"disk ({tmp_path}")
-    assert plan(rb, 2_000, sampler="uniform").priorities == 0
-    assert plan(storage, 2_000).rows == 2 * storage.nbytes
+    assert td.plan(rb, 2_000, sampler="uniform").priorities == 0
+    assert td.plan(storage, 2_000).rows == 2 * storage.nbytes
     theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(100))  # as if it were packed
     theirs.extend(transitions(SCHEMAS["vector"], 3))
-    assert {*plan(transitions(SCHEMAS["vector"], None), 100).keys} <= {*plan(theirs).keys}
+    assert {*td.plan(transitions(SCHEMAS["vector"], None), 100).keys} <= {*td.plan(theirs).keys}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
@@ -113,10 +106,10 @@ def test_an_environment_is_planned_as_the_buffer_made_from_it(library: str, num_
         env = SerialEnv(3, lambda: GymEnv("CartPole-v1")) if num_envs else GymEnv("CartPole-v1")
     else:
         env = gymnasium.make_vec("CartPole-v1", num_envs) if num_envs else gymnasium.make("CartPole-v1")
-    needed = plan(env, 1_000, sampler="proportional")
-    rb = ReplayBuffer.from_env(env, 1_000, sampler=ProportionalSampler(1_000 + 2))
+    needed = td.plan(env, 1_000, sampler="proportional")
+    rb = td.ReplayBuffer.from_env(env, 1_000, sampler=td.ProportionalSampler(1_000 + 2))
     assert (needed.capacity, needed.rows) == (rb.storage.max_size, rb.storage.nbytes)
-    assert needed.priorities == ProportionalSampler.nbytes_for(needed.capacity)
+    assert needed.priorities == td.ProportionalSampler.nbytes_for(needed.capacity)
     if library == "gymnasium":
         env.close()
 
@@ -128,7 +121,7 @@ def planned(
     rooms = Room("RAM", memory, memory and 2 * memory), Room("disk (here)", disk, disk)
     monkeypatch.setattr(planning, "room_for", lambda _, scratch_dir=None, **__: rooms[scratch_dir is not None])
     example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
-    return plan(example, capacity, **settings)
+    return td.plan(example, capacity, **settings)
 
 
 def test_what_fits_needs_no_remedy_and_every_part_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,7 @@ from matplotlib.figure import Figure
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from rlbuf_td import (
-    EpisodeStats,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    ReplayBufferMixture,
-    RolloutBuffer,
-    UniformSampler,
-)
+import rlbuf_td as td
 from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_trajectory
 
 LANES, STEPS = 3, 50
@@ -40,12 +31,12 @@ def steps(seed: int = 0) -> TensorDict:
     )
 
 
-def buffer(sampler: object = None, capacity: int = 200) -> ReplayBuffer:
-    rb = ReplayBuffer(
-        storage=PackedStorage(capacity, ndim=2),
-        sampler=sampler or ProportionalSampler(capacity + 2),
+def buffer(sampler: object = None, capacity: int = 200) -> td.ReplayBuffer:
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(capacity, ndim=2),
+        sampler=sampler or td.ProportionalSampler(capacity + 2),
         batch_size=32,
-        stats=EpisodeStats(window=5),
+        stats=td.EpisodeStats(window=5),
     )
     rb.extend(steps())
     rb.sample()
@@ -60,7 +51,9 @@ def lines(figure: Figure) -> list[list[np.ndarray]]:
     return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
 
 
-@pytest.mark.parametrize(("kind", "zeros"), [(ProportionalSampler, 150), (ProportionalSampler, 30), (RankSampler, 30)])
+@pytest.mark.parametrize(
+    ("kind", "zeros"), [(td.ProportionalSampler, 150), (td.ProportionalSampler, 30), (td.RankSampler, 30)]
+)
 def test_health_shows_what_health_says(kind, zeros):
     rb = buffer(kind(202, 0.5))
     rb.update_priority(torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)]))
@@ -72,7 +65,7 @@ def test_health_shows_what_health_says(kind, zeros):
     assert mass.lines[-1].get_ydata() == [rb.health()["top_mass"]]
     with np.errstate(all="raise"):
         assert figure._repr_png_().startswith(b"\x89PNG")  # pyrefly: ignore [missing-attribute]
-    assert len(plot_health(buffer(UniformSampler(), capacity=198)).axes) == 2
+    assert len(plot_health(buffer(td.UniformSampler(), capacity=198)).axes) == 2
 
 
 def test_episodes_show_every_episode_and_the_running_mean():
@@ -88,7 +81,7 @@ def test_episodes_show_every_episode_and_the_running_mean():
 
 
 def test_a_trajectory_is_shown_whole_across_the_wrap():
-    rb = buffer(UniformSampler(), capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
+    rb = buffer(td.UniformSampler(), capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
     row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
     figure = plot_trajectory(rb, row)
     assert len(figure.axes) == 3
@@ -103,7 +96,7 @@ def test_a_trajectory_is_shown_whole_across_the_wrap():
 
 def test_a_rollout_shows_values_targets_and_advantages():
     critic = TensorDictModule(lambda x: x[..., :1] / 50, in_keys=["observation"], out_keys=["state_value"])
-    rollout = RolloutBuffer(STEPS, LANES, value_network=critic, batch_size=50)
+    rollout = td.RolloutBuffer(STEPS, LANES, value_network=critic, batch_size=50)
     data = steps()
     data["next", "observation"] = data["observation"] + 1
     rollout.extend(data)
@@ -117,14 +110,14 @@ def test_a_rollout_shows_values_targets_and_advantages():
 
 
 def test_refusals_give_the_reason():
-    empty = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10))
+    empty = td.ReplayBuffer(storage=td.PackedStorage(10), sampler=td.ProportionalSampler(10))
     for plot, error, message in (
         (lambda: plot_health(empty), RuntimeError, "there is no health to plot: no rows"),
-        (lambda: plot_health(ReplayBufferMixture({"a": empty}, {"a": 1.0})), TypeError, "plot a member, mixture"),
-        (lambda: plot_episodes(EpisodeStats()), RuntimeError, "no episode has ended"),
+        (lambda: plot_health(td.ReplayBufferMixture({"a": empty}, {"a": 1.0})), TypeError, "plot a member, mixture"),
+        (lambda: plot_episodes(td.EpisodeStats()), RuntimeError, "no episode has ended"),
         (lambda: plot_trajectory(buffer(), 150), IndexError, "there is no row 150: 150 rows are stored"),
         (lambda: plot_trajectory(buffer(), 0, keys=["velocity"]), KeyError, "no 'velocity' in the rows"),
-        (lambda: plot_advantages(RolloutBuffer(4, 2)), RuntimeError, "the rollout is not complete"),
+        (lambda: plot_advantages(td.RolloutBuffer(4, 2)), RuntimeError, "the rollout is not complete"),
     ):
         with pytest.raises(error, match=message):
             plot()

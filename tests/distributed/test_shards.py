@@ -12,20 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import (
-    EpisodeSampler,
-    FreshRowsSampler,
-    HindsightSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    RolloutWriter,
-    SchemaError,
-    SequenceSampler,
-    UniformSampler,
-)
+import rlbuf_td as td
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.links import PATIENCE
@@ -112,8 +99,8 @@ def test_a_shard_that_has_only_been_slow_is_given_more_time():
 
 def test_without_a_positive_priority_the_error_names_priorities():
     def make_buffer():
-        sampler = ProportionalSampler(400, eps=0.0)
-        return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=16)
+        sampler = td.ProportionalSampler(400, eps=0.0)
+        return td.ReplayBuffer(storage=td.PackedStorage(400), sampler=sampler, batch_size=16)
 
     world = World(2, make_buffer)
     fill(world, 30)
@@ -226,9 +213,9 @@ def test_an_unfit_write_is_refused_at_once():
     world = World(2, proportional)
     writer = world.client(home=0)
     writer.extend(rows(0, 5))
-    with pytest.raises(SchemaError, match="'id' came as float32"):
+    with pytest.raises(td.SchemaError, match="'id' came as float32"):
         writer.extend(TensorDict({"id": torch.rand(3), "next": {"reward": torch.zeros(3, 1)}}, [3]))
-    with pytest.raises(SchemaError, match="unknown key 'other'"):
+    with pytest.raises(td.SchemaError, match="unknown key 'other'"):
         world.client(home=0).extend(rows(0, 3).set("other", torch.zeros(3)))
     with pytest.raises(ValueError, match="batch dims"):
         writer.extend(rows(0, 5)[:0])
@@ -236,23 +223,26 @@ def test_an_unfit_write_is_refused_at_once():
         world.client(home=1).extend(rows(0, 2).set("td_error", torch.tensor([1.0, float("nan")])))
     assert sum(len(shard.storage) for shard in world.shards) == 5
     world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
-    with pytest.raises(SchemaError, match="shard 1 holds rows of another layout"):
+    with pytest.raises(td.SchemaError, match="shard 1 holds rows of another layout"):
         world.client().sample()
 
 
 @pytest.mark.parametrize(
     ("make_buffer", "name"),
     [
-        (lambda: ReplayBuffer(sampler=RankSampler(1_000)), "RankSampler"),
-        (lambda: ReplayBuffer(sampler=EpisodeSampler()), "EpisodeSampler"),
-        (lambda: ReplayBuffer(sampler=NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9)), "FreshRowsSampler"),
-        (lambda: ReplayBuffer(sampler=UniformSampler(unique=True)), "unique=True"),
-        (lambda: ReplayBuffer(sampler=UniformSampler(replacement=False)), "MinibatchSampler"),
-        (lambda: ReplayBuffer(sampler=SequenceSampler(UniformSampler(), 3, boundary="strict")), "strict"),
-        (lambda: ReplayBuffer(writer=RolloutWriter()), "RolloutWriter"),
-        (lambda: ReplayBuffer(transform=lambda data: data), "a transform"),
-        (lambda: ReplayBuffer(prefetch=2), "prefetch"),
-        (lambda: ReplayBuffer(samples_per_insert=2.0), "flow control"),
+        (lambda: td.ReplayBuffer(sampler=td.RankSampler(1_000)), "RankSampler"),
+        (lambda: td.ReplayBuffer(sampler=td.EpisodeSampler()), "EpisodeSampler"),
+        (
+            lambda: td.ReplayBuffer(sampler=td.NStepSampler(td.FreshRowsSampler(td.UniformSampler()), 2, 0.9)),
+            "FreshRowsSampler",
+        ),
+        (lambda: td.ReplayBuffer(sampler=td.UniformSampler(unique=True)), "unique=True"),
+        (lambda: td.ReplayBuffer(sampler=td.UniformSampler(replacement=False)), "MinibatchSampler"),
+        (lambda: td.ReplayBuffer(sampler=td.SequenceSampler(td.UniformSampler(), 3, boundary="strict")), "strict"),
+        (lambda: td.ReplayBuffer(writer=td.RolloutWriter()), "RolloutWriter"),
+        (lambda: td.ReplayBuffer(transform=lambda data: data), "a transform"),
+        (lambda: td.ReplayBuffer(prefetch=2), "prefetch"),
+        (lambda: td.ReplayBuffer(samples_per_insert=2.0), "flow control"),
     ],
 )
 def test_buffers_whose_law_cannot_be_sharded_are_refused_by_name(make_buffer, name):
@@ -270,8 +260,8 @@ def episode(first: int, count: int, ends: bool = True) -> TensorDict:
 
 def test_n_step_returns_stop_where_another_writer_follows():
     def make_buffer():
-        sampler = NStepSampler(ProportionalSampler(200), 3, 1.0)
-        return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=64)
+        sampler = td.NStepSampler(td.ProportionalSampler(200), 3, 1.0)
+        return td.ReplayBuffer(storage=td.PackedStorage(200), sampler=sampler, batch_size=64)
 
     world = World(2, make_buffer)
     one, other = world.client(home=0), world.client(home=0)
@@ -289,8 +279,8 @@ def test_n_step_returns_stop_where_another_writer_follows():
 
 def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
     def make_buffer():
-        sampler = SequenceSampler(ProportionalSampler(200), 3, burn_in=1, priority="mix")
-        return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=64)
+        sampler = td.SequenceSampler(td.ProportionalSampler(200), 3, burn_in=1, priority="mix")
+        return td.ReplayBuffer(storage=td.PackedStorage(200), sampler=sampler, batch_size=64)
 
     world = World(2, make_buffer)
     for place in range(2):
@@ -314,8 +304,8 @@ def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
 
 def test_windows_in_shards_go_on_into_the_next_episode():
     def make_buffer():
-        sampler = SequenceSampler(UniformSampler(), 4, across_episodes=True)
-        return ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=64)
+        sampler = td.SequenceSampler(td.UniformSampler(), 4, across_episodes=True)
+        return td.ReplayBuffer(storage=td.PackedStorage(20), sampler=sampler, batch_size=64)
 
     world = World(1, make_buffer)
     client = world.client()
@@ -327,12 +317,12 @@ def test_windows_in_shards_go_on_into_the_next_episode():
 
 def test_hindsight_relabels_inside_shards():
     def make_buffer():
-        sampler = HindsightSampler(
-            UniformSampler(),
+        sampler = td.HindsightSampler(
+            td.UniformSampler(),
             lambda batch: (batch.get(("next", "achieved_goal")) == batch["desired_goal"]).float(),
             her_ratio=1.0,
         )
-        return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=256)
+        return td.ReplayBuffer(storage=td.PackedStorage(200), sampler=sampler, batch_size=256)
 
     world = World(2, make_buffer)
     for place in range(2):
@@ -351,7 +341,7 @@ def test_hindsight_relabels_inside_shards():
 
 def test_lanes_are_written_as_collectors_give_them():
     def make_buffer():
-        return ReplayBuffer(storage=PackedStorage(60, ndim=2), sampler=ProportionalSampler(60), batch_size=64)
+        return td.ReplayBuffer(storage=td.PackedStorage(60, ndim=2), sampler=td.ProportionalSampler(60), batch_size=64)
 
     world = World(2, make_buffer)
     client, number = world.client(home=0), torch.arange(12).view(3, 4)
@@ -377,8 +367,8 @@ def test_one_row_can_be_added():
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
     def make_buffer():
-        sampler = ProportionalSampler(80, alpha=0.7)
-        return ReplayBuffer(storage=PackedStorage(80, ndim=ndim), sampler=sampler, batch_size=64)
+        sampler = td.ProportionalSampler(80, alpha=0.7)
+        return td.ReplayBuffer(storage=td.PackedStorage(80, ndim=ndim), sampler=sampler, batch_size=64)
 
     world, count = World(4, make_buffer), 0
     for place, steps in enumerate((40, 20, 12, 50)):  # the last ring has wrapped

@@ -18,19 +18,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.envs import Transform
 
-from rlbuf_td import (
-    EpisodeStats,
-    GymnasiumRecorder,
-    NStepSampler,
-    PackedStorage,
-    ReplayBuffer,
-    RolloutBuffer,
-    RolloutWriter,
-    SchemaError,
-    TrajectoryIndex,
-    UniformSampler,
-    make_transition,
-)
+import rlbuf_td as td
 from tests.environments import Walk, rewarded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -43,13 +31,13 @@ def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: 
     return cls([partial(Walk, kind, 3 + lane) for lane in range(LANES)], autoreset_mode=mode, **kwargs)
 
 
-def started(env: Any, **settings: Any) -> GymnasiumRecorder:
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, **settings)
+def started(env: Any, **settings: Any) -> td.GymnasiumRecorder:
+    recorder = td.GymnasiumRecorder(td.ReplayBuffer.from_env(env, 100), env, **settings)
     recorder.reset(seed=1)
     return recorder
 
 
-def run(recorder: GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> None:
+def run(recorder: td.GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> None:
     """Step at random; where autoreset is disabled, reset what has ended."""
     env.action_space.seed(seed)
     recorder.reset(seed=seed)
@@ -62,10 +50,10 @@ def run(recorder: GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> Non
 
 def histories(env: Any) -> list[TensorDict]:
     kept = env.get_attr("history") if hasattr(env, "num_envs") else [env.unwrapped.history]
-    return [torch.stack([make_transition(*step[:6]) for step in history]) for history in kept]
+    return [torch.stack([td.make_transition(*step[:6]) for step in history]) for history in kept]
 
 
-def lanes_of(rb: ReplayBuffer) -> list[Any]:
+def lanes_of(rb: td.ReplayBuffer) -> list[Any]:
     return [rb.lane(lane).chronological() for lane in range(rb.storage.shape[1])]
 
 
@@ -98,9 +86,9 @@ def assert_neighbours_follow(lane: TensorDict) -> None:
 )
 def test_lanes_hold_the_histories_and_infos_of_their_environments(mode, how, kind):
     env = vector(mode, kind, how)
-    rb = ReplayBuffer.from_env(env, 3_000, batch_size=4)
+    rb = td.ReplayBuffer.from_env(env, 3_000, batch_size=4)
     stepped = gymnasium.wrappers.vector.DictInfoToList(env) if kind == "dict" else env
-    recorder = GymnasiumRecorder(rb, stepped, infos={"energy": np.float64(0), "won": 7})
+    recorder = td.GymnasiumRecorder(rb, stepped, infos={"energy": np.float64(0), "won": 7})
     run(recorder, env, 60)
     kept, steps = histories(env), env.get_attr("history")
     env.close()
@@ -124,8 +112,8 @@ def test_a_single_environment_is_recorded_at_once(autoreset, kind, lanes):
     env: Any = Walk(kind)
     if autoreset:
         env = gymnasium.wrappers.Autoreset(env)
-    rb = ReplayBuffer(storage=PackedStorage(1_000, ndim=2)) if lanes else ReplayBuffer.from_env(env, 1_000)
-    recorder = GymnasiumRecorder(rb, env)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(1_000, ndim=2)) if lanes else td.ReplayBuffer.from_env(env, 1_000)
+    recorder = td.GymnasiumRecorder(rb, env)
     run(recorder, env, 50)
     (history,) = histories(env)
     rows = rb.chronological()
@@ -137,7 +125,7 @@ def test_a_single_environment_is_recorded_at_once(autoreset, kind, lanes):
 @pytest.mark.parametrize("mode", MODES)
 def test_reset_and_step_return_what_the_environment_returns(mode):
     plain, recorded = vector(mode, "dict"), vector(mode, "dict")
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(recorded, 300), recorded)
+    recorder = td.GymnasiumRecorder(td.ReplayBuffer.from_env(recorded, 300), recorded)
     results: list[list[Any]] = [[env.reset(seed=3)] for env in (plain, recorder)]
     for step in range(20):
         for env, seen in zip((plain, recorder), results, strict=True):
@@ -152,8 +140,8 @@ def test_reset_and_step_return_what_the_environment_returns(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode):
     env = vector(mode)
-    rb = ReplayBuffer.from_env(env, 3_000)
-    recorder = GymnasiumRecorder(rb, env)
+    rb = td.ReplayBuffer.from_env(env, 3_000)
+    recorder = td.GymnasiumRecorder(rb, env)
     for seed in range(8):
         run(recorder, env, 3, seed)
     broken = 0
@@ -191,14 +179,14 @@ def test_a_step_that_fails_in_the_environment_breaks_off_every_episode(error):
 
 def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():
     env = Walk("box", 50)
-    rb = ReplayBuffer.from_env(env, 100)
-    recorders = [GymnasiumRecorder(rb, env) for _ in range(2)]
-    for recorder in (*recorders, GymnasiumRecorder(rb, env)):
+    rb = td.ReplayBuffer.from_env(env, 100)
+    recorders = [td.GymnasiumRecorder(rb, env) for _ in range(2)]
+    for recorder in (*recorders, td.GymnasiumRecorder(rb, env)):
         recorder.reset(seed=1)
         recorder.step(0)
     assert rb.storage["collector", "traj_ids"].tolist() == [0, 1, 2]
     rb.empty()  # the statistics go on
-    recorder = GymnasiumRecorder(rb, env)
+    recorder = td.GymnasiumRecorder(rb, env)
     recorder.reset(seed=1)
     recorder.step(0)
     assert rb.storage["collector", "traj_ids"].tolist() == [3]
@@ -208,11 +196,11 @@ def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():
 def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_path):
     env = Walk("box", 50)
 
-    def buffer() -> ReplayBuffer:
-        return ReplayBuffer(storage=PackedStorage(100), stats=EpisodeStats(), batch_size=4)
+    def buffer() -> td.ReplayBuffer:
+        return td.ReplayBuffer(storage=td.PackedStorage(100), stats=td.EpisodeStats(), batch_size=4)
 
-    def recorded(rb: ReplayBuffer) -> GymnasiumRecorder:
-        recorder = GymnasiumRecorder(rb, env)
+    def recorded(rb: td.ReplayBuffer) -> td.GymnasiumRecorder:
+        recorder = td.GymnasiumRecorder(rb, env)
         recorder.reset(seed=1)
         for _ in range(3):
             recorder.step(0)
@@ -221,9 +209,9 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
     first = recorded(saved := buffer())
     saved.dumps(tmp_path / "saved")
     rb = saved if how == "in an episode" else buffer()
-    recorder = first if how == "in an episode" else GymnasiumRecorder(rb, env) if how == "made before" else None
+    recorder = first if how == "in an episode" else td.GymnasiumRecorder(rb, env) if how == "made before" else None
     rb.loads(tmp_path / "saved")
-    recorder = recorder or GymnasiumRecorder(rb, env)
+    recorder = recorder or td.GymnasiumRecorder(rb, env)
     with pytest.raises(RuntimeError, match=r"call the recorder's reset\(\) before its first step.*was loaded"):
         recorder.step(0)
     first, _ = recorder.reset(seed=1)
@@ -231,7 +219,7 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
     assert torch.equal(rb.storage["observation"][3], torch.from_numpy(first))
     while not recorder._ended.any():
         recorder.step(0)
-    assert TrajectoryIndex(rb.storage).steps_ahead(torch.tensor([0])).item() == 2
+    assert td.TrajectoryIndex(rb.storage).steps_ahead(torch.tensor([0])).item() == 2
     assert rb.episode_stats is not None
     assert rb.episode_stats.history()["length"].tolist() == [len(rb) - 3]
 
@@ -240,8 +228,8 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
     env = gymnasium.wrappers.vector.RecordEpisodeStatistics(vector(mode))
-    rb = ReplayBuffer.from_env(env, 3_000)
-    run(GymnasiumRecorder(rb, env, infos={("episode", "l"): -1}), env, 40)
+    rb = td.ReplayBuffer.from_env(env, 3_000)
+    run(td.GymnasiumRecorder(rb, env, infos={("episode", "l"): -1}), env, 40)
     rows = rb.chronological(flat=True)
     length = rows["next", "episode", "l"]
     assert torch.equal(length >= 0, rows["next", "done"].squeeze(-1))
@@ -268,8 +256,8 @@ def test_infos_are_converted_to_the_dtype_of_their_default_if_lossless(how):
 
 def test_extras_are_stored_with_each_step_but_those_that_reset():
     env = vector(AutoresetMode.NEXT_STEP)
-    rb = ReplayBuffer.from_env(env, 3_000)
-    recorder = GymnasiumRecorder(rb, env)
+    rb = td.ReplayBuffer.from_env(env, 3_000)
+    recorder = td.GymnasiumRecorder(rb, env)
     recorder.reset(seed=0)
     given: list[list[float]] = [[] for _ in range(LANES)]
     ended = np.zeros(LANES, bool)
@@ -291,8 +279,8 @@ def test_extras_are_stored_with_each_step_but_those_that_reset():
 def test_rollouts_are_filled_one_after_the_other_with_rows_of_the_current_policy(mode):
     env = vector(mode)
     network = TensorDictModule(lambda obs: torch.zeros(*obs.shape[:-1], 1), ["observation"], ["state_value"])
-    rollout = RolloutBuffer.from_env(env, 8, batch_size=6, gamma=0.5, lmbda=1.0, value_network=network)
-    recorder = GymnasiumRecorder(rollout, env)
+    rollout = td.RolloutBuffer.from_env(env, 8, batch_size=6, gamma=0.5, lmbda=1.0, value_network=network)
+    recorder = td.GymnasiumRecorder(rollout, env)
     recorder.reset(seed=0)
     complete = written = 0
     for _ in range(40):
@@ -315,17 +303,17 @@ def test_rollouts_refuse_lanes_that_drift_apart():
 
     critic = TensorDictModule(network, ["observation"], ["state_value"])
     env = gymnasium.make_vec("CartPole-v1", 2)
-    rollout = RolloutBuffer.from_env(env, 30, value_network=critic)
-    for buffer in (rollout, ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=RolloutWriter())):
+    rollout = td.RolloutBuffer.from_env(env, 30, value_network=critic)
+    for buffer in (rollout, td.ReplayBuffer(storage=td.PackedStorage(60, ndim=2), writer=td.RolloutWriter())):
         with pytest.raises(ValueError, match=r"next-step autoreset: .*AutoresetMode\.SAME_STEP") as refused:
-            GymnasiumRecorder(buffer, env)
+            td.GymnasiumRecorder(buffer, env)
     assert not len(rollout)
     remedy = str(refused.value).split("for example ")[1]
     env = eval(remedy, {"gymnasium": gymnasium, "id": "CartPole-v1", "num_envs": 2})
-    run(GymnasiumRecorder(rollout, env), env, 30)
+    run(td.GymnasiumRecorder(rollout, env), env, 30)
     assert rollout.is_complete
     alone = SyncVectorEnv([Walk])  # a single lane is never behind
-    run(GymnasiumRecorder(RolloutBuffer.from_env(alone, 30, value_network=critic), alone), alone, 20)
+    run(td.GymnasiumRecorder(td.RolloutBuffer.from_env(alone, 30, value_network=critic), alone), alone, 20)
 
 
 class Forgetful(gymnasium.vector.VectorWrapper):
@@ -349,7 +337,7 @@ def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
     assert "autoreset_mode" not in str(refused.value)
     value = lambda obs: torch.from_numpy(obs[:, 1:]) / 8  # noqa: E731  # how many steps the episode has had
     for by_value in (True, False):
-        rollout = RolloutBuffer(20, LANES, gamma=0.5, lmbda=0.0)
+        rollout = td.RolloutBuffer(20, LANES, gamma=0.5, lmbda=0.0)
         obs, _ = env.reset(seed=0)
         expected = []
         for _ in range(20):
@@ -359,7 +347,7 @@ def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
             flags = (terminated, truncated) if by_value else (terminated | truncated, np.zeros(LANES, bool))
             more = {"next": {"state_value": next_value if by_value else value(following)}}
             rollout.add(
-                make_transition(obs, np.zeros(LANES, int), reward, following, *flags, state_value=value(obs), **more)
+                td.make_transition(obs, np.zeros(LANES, int), reward, following, *flags, state_value=value(obs), **more)
             )
             target = torch.from_numpy(reward).unsqueeze(-1) + 0.5 * next_value * ~torch.from_numpy(flags[0])[:, None]
             expected.append(target - value(obs))
@@ -371,7 +359,7 @@ def test_an_unknown_autoreset_mode_is_refused():
     env = vector(AutoresetMode.SAME_STEP)
     env.metadata = {}
     with pytest.raises(ValueError, match=r"must have an 'autoreset_mode'.*AutoresetMode, got None: set the mode"):
-        GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
+        td.GymnasiumRecorder(td.ReplayBuffer.from_env(env, 100), env)
     env.metadata = env.metadata | {"autoreset_mode": AutoresetMode.SAME_STEP}
     run(started(env), env, 20)
 
@@ -385,8 +373,8 @@ def test_transforms_see_what_is_recorded():
             seen.append(data["next", "reward"].flatten().tolist())
             return data.set("note", torch.full(data.shape, float(len(seen))))
 
-    rb = ReplayBuffer.from_env(env, 300, transform=Note())
-    recorder = GymnasiumRecorder(rb, env)
+    rb = td.ReplayBuffer.from_env(env, 300, transform=Note())
+    recorder = td.GymnasiumRecorder(rb, env)
     run(recorder, env, 10)
     assert rb.storage["next", "reward"].flatten(1).tolist() == seen
     assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
@@ -398,27 +386,27 @@ def test_rewards_may_be_arrays(shape, lanes):
     extras = {"next": {"reward": np.zeros((*lead, *shape))}}
     for declared, made in ((True, {}), (False, {"extras": extras}), (True, {"shared": True})):
         env = rewarded(shape, lanes, declared)
-        rb = ReplayBuffer.from_env(env, 200, **made)
-        run(GymnasiumRecorder(rb, env), env, 20)
+        rb = td.ReplayBuffer.from_env(env, 200, **made)
+        run(td.GymnasiumRecorder(rb, env), env, 20)
         for lane, history in enumerate(histories(env)):
             rows = rb.chronological()[:, lane] if lanes else rb.chronological()
             assert torch.equal(rows["next", "reward"].float(), history["next", "reward"])
             assert rows["next", "reward"].shape[1:] == shape
-        run(GymnasiumRecorder(rb, env), env, 3)  # a second recorder
+        run(td.GymnasiumRecorder(rb, env), env, 3)  # a second recorder
 
 
 def test_rewards_that_do_not_fit_the_rows_are_refused():
     env = rewarded((3,), 2)
-    rb = ReplayBuffer.from_env(env, 200)
-    with pytest.raises(SchemaError, match=r"reward'\) came with shape \(2, 3\), the rows hold \(2, 1\)") as refused:
-        run(GymnasiumRecorder(rb, env), env, 3)
+    rb = td.ReplayBuffer.from_env(env, 200)
+    with pytest.raises(td.SchemaError, match=r"reward'\) came with shape \(2, 3\), the rows hold \(2, 1\)") as refused:
+        run(td.GymnasiumRecorder(rb, env), env, 3)
     assert not len(rb)
     remedy = eval(str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch})
-    rb = ReplayBuffer.from_env(env, 200, extras=remedy)
-    run(GymnasiumRecorder(rb, env), env, 3)
+    rb = td.ReplayBuffer.from_env(env, 200, extras=remedy)
+    run(td.GymnasiumRecorder(rb, env), env, 3)
     other = rewarded((2,), 2)
-    with pytest.raises(SchemaError, match=r"came with shape \(2, 2\), the rows hold \(2, 3\)"):
-        run(GymnasiumRecorder(rb, other), other, 3)
+    with pytest.raises(td.SchemaError, match=r"came with shape \(2, 2\), the rows hold \(2, 3\)"):
+        run(td.GymnasiumRecorder(rb, other), other, 3)
     assert len(rb) == 6
 
 
@@ -428,14 +416,14 @@ def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
     critic = TensorDictModule(lambda obs: obs[..., :1], ["observation"], ["state_value"])
     if how == "from_spaces":
         spaces = env.single_observation_space, env.single_action_space
-        rb: Any = ReplayBuffer.from_spaces(*spaces, 300, num_envs=LANES)
+        rb: Any = td.ReplayBuffer.from_spaces(*spaces, 300, num_envs=LANES)
     elif how == "rollout":
-        rb = RolloutBuffer.from_env(env, 20, batch_size=10, value_network=critic)
+        rb = td.RolloutBuffer.from_env(env, 20, batch_size=10, value_network=critic)
     else:
-        rb = ReplayBuffer.from_env(env, 300, shared=how == "shared=True")
-    recorder = GymnasiumRecorder(rb, env) if how == "after" else None
+        rb = td.ReplayBuffer.from_env(env, 300, shared=how == "shared=True")
+    recorder = td.GymnasiumRecorder(rb, env) if how == "after" else None
     rb.share()
-    recorder = recorder or GymnasiumRecorder(rb, env)
+    recorder = recorder or td.GymnasiumRecorder(rb, env)
     run(recorder, env, 20)
     assert len(rb) == sum(map(len, histories(env)))
     lane = rb.chronological()
@@ -444,12 +432,12 @@ def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
 
 def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
     env, infos = vector(AutoresetMode.SAME_STEP), {"energy": 0.0}
-    rb = ReplayBuffer.from_env(env, 300).share()
-    with pytest.raises(SchemaError, match=r"have no \('next', 'energy'\), which the recorder writes") as refused:
-        GymnasiumRecorder(rb, env, infos=infos)
+    rb = td.ReplayBuffer.from_env(env, 300).share()
+    with pytest.raises(td.SchemaError, match=r"have no \('next', 'energy'\), which the recorder writes") as refused:
+        td.GymnasiumRecorder(rb, env, infos=infos)
     remedy = eval(str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch})
-    rb = ReplayBuffer.from_env(env, 300, extras=remedy).share()
-    run(GymnasiumRecorder(rb, env, infos=infos), env, 3)
+    rb = td.ReplayBuffer.from_env(env, 300, extras=remedy).share()
+    run(td.GymnasiumRecorder(rb, env, infos=infos), env, 3)
     assert len(rb) == 3 * LANES
 
 
@@ -458,19 +446,19 @@ def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
 STEPS = 40
 
 
-def buffer(env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any) -> ReplayBuffer:
+def buffer(env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any) -> td.ReplayBuffer:
     spaces = env.observation_space, env.action_space
-    return ReplayBuffer.from_spaces(*spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs)
+    return td.ReplayBuffer.from_spaces(*spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs)
 
 
-def recorder_of(target: Any, env: Walk, seed: int) -> GymnasiumRecorder:
-    recorder = GymnasiumRecorder(target, env)
+def recorder_of(target: Any, env: Walk, seed: int) -> td.GymnasiumRecorder:
+    recorder = td.GymnasiumRecorder(target, env)
     recorder.reset(seed=seed)
     env.action_space.seed(seed)
     return recorder
 
 
-def act(recorder: GymnasiumRecorder) -> None:
+def act(recorder: td.GymnasiumRecorder) -> None:
     _, _, terminated, truncated, _ = recorder.step(recorder.env.action_space.sample())
     if terminated or truncated:
         recorder.reset()
@@ -483,8 +471,8 @@ def assert_rows(rows: Any, expected: TensorDict) -> None:
 
 @pytest.mark.parametrize(("kind", "capacity"), [("box", STEPS), ("dict", 4 * STEPS)])
 def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capacity):
-    envs, stats = [Walk(kind), Walk(kind)], EpisodeStats()
-    rb = buffer(envs[0], 2, capacity, stats=stats, sampler=NStepSampler(UniformSampler(), 3, 0.5))
+    envs, stats = [Walk(kind), Walk(kind)], td.EpisodeStats()
+    rb = buffer(envs[0], 2, capacity, stats=stats, sampler=td.NStepSampler(td.UniformSampler(), 3, 0.5))
     fast, slow = (recorder_of(rb.lane(lane), env, lane) for lane, env in enumerate(envs))
     for step in range(2 * STEPS):
         act(fast)
@@ -502,7 +490,7 @@ def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capaci
     assert not first & second
     batch = rb.sample()  # the third next observation of an episode, or its last
     t, e = batch["index"].unbind(-1)
-    _, ahead, ended = TrajectoryIndex(rb.storage).reach((t, e))
+    _, ahead, ended = td.TrajectoryIndex(rb.storage).reach((t, e))
     assert torch.equal(batch["steps_to_next_obs"].flatten(), (ahead + 1).clamp(max=3))
     assert ended.any()
 
@@ -511,7 +499,7 @@ def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capaci
 def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
     env = SyncVectorEnv([partial(Walk, kind)], autoreset_mode=mode)
     rb = buffer(Walk(kind), 2, 100)
-    recorder = GymnasiumRecorder(rb.lane(1), env, infos={"energy": np.float64(0)})
+    recorder = td.GymnasiumRecorder(rb.lane(1), env, infos={"energy": np.float64(0)})
     recorder.reset(seed=0)
     for _ in range(60):
         _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
@@ -526,7 +514,7 @@ def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
 @pytest.mark.parametrize(("how", "kind"), [("threads", "dict"), ("processes", "box"), ("shared threads", "box")])
 def test_actors_record_at_the_same_time(how, kind):
     lanes = 2
-    rb = buffer(Walk(kind), lanes, 4 * STEPS, sampler=UniformSampler())
+    rb = buffer(Walk(kind), lanes, 4 * STEPS, sampler=td.UniformSampler())
     if how != "threads":
         rb.share()
     results: Any = mp.get_context("fork").SimpleQueue()
@@ -565,7 +553,7 @@ def test_a_lane_waits_while_another_thread_reserves_the_rows_again(target):
     lane = rb.lane(1)
 
     def work() -> None:
-        found.append(rb.lane(0).number if target == "lane" else GymnasiumRecorder(lane, env)._lane)
+        found.append(rb.lane(0).number if target == "lane" else td.GymnasiumRecorder(lane, env)._lane)
 
     thread = threading.Thread(target=work)
     with rb.storage.lock:

@@ -16,15 +16,7 @@ from torchrl.collectors import Collector
 from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import (
-    ExperienceQueue,
-    PackedStorage,
-    ReplayBuffer,
-    RolloutBuffer,
-    SchemaError,
-    make_transition,
-    schema_of,
-)
+import rlbuf_td as td
 from rlbuf_td.envs.specs import transition_schema
 from tests.catalogue import assert_same
 from tests.environments import SPACES
@@ -60,17 +52,19 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     batched.seed(0)
     ends = (np.array([True, False, False]), np.array([False, True, False])) if num_envs else (False, True)
     reward = np.zeros(num_envs) if num_envs else 0.0
-    step = make_transition(batched.sample(), batched.sample(), reward, batched.sample(), *ends)
+    step = td.make_transition(batched.sample(), batched.sample(), reward, batched.sample(), *ends)
     schema = transition_schema(space, space, num_envs)
     assert all(schema.get(key).device.type == "meta" for key in schema.keys(True, True))
     assert leaves(step) == leaves(schema)
     assert step.batch_size == schema.batch_size
-    assert schema_of(space).batch_size == torch.Size([])
+    assert td.schema_of(space).batch_size == torch.Size([])
     if num_envs is None:
-        observation = {key: leaf for key, leaf in leaves(schema["next"]).items() if key in schema_of(space).keys(True)}
-        assert leaves(schema_of(space)) == observation
+        observation = {
+            key: leaf for key, leaf in leaves(schema["next"]).items() if key in td.schema_of(space).keys(True)
+        }
+        assert leaves(td.schema_of(space)) == observation
     assert torch.equal(step["next", "done"], step["next", "terminated"] | step["next", "truncated"])
-    rb = ReplayBuffer.from_spaces(space, space, 30, num_envs=num_envs)
+    rb = td.ReplayBuffer.from_spaces(space, space, 30, num_envs=num_envs)
     rb.add(step)
     assert leaves(rb.storage[0]) == leaves(step)
 
@@ -84,12 +78,12 @@ def test_specs_give_what_their_values_are():
     named = transition_schema(Unbounded((2,)), Composite(action=Categorical(4), speed=Unbounded((1,))))
     assert leaves(named)["action"] == (torch.int64, ())
     assert leaves(named)["speed"] == (torch.float32, (1,))
-    assert leaves(schema_of(observation)) == leaves(observation.zero())
+    assert leaves(td.schema_of(observation)) == leaves(observation.zero())
 
 
 def test_extras_are_added_or_replace_an_entry():
     extras = {"log_prob": np.zeros(3, np.float32), "next": {"reward": torch.zeros(3, 1, dtype=torch.float64)}}
-    schema = schema_of(transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3), extras=extras)
+    schema = td.schema_of(transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3), extras=extras)
     assert leaves(schema)["log_prob"] == (torch.float32, (3,))
     assert leaves(schema)["next", "reward"] == (torch.float64, (3, 1))
 
@@ -111,7 +105,7 @@ def torchrl_env(kind: str) -> EnvBase:
 )
 def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with_policy):
     env = torchrl_env(kind)
-    rb = ReplayBuffer.from_env(env, 200, batch_size=4)
+    rb = td.ReplayBuffer.from_env(env, 200, batch_size=4)
     keys = set(leaves(rb.storage.all_rows().view()))
     actions, policy = env.full_action_spec["action"], None
     if with_policy:
@@ -130,26 +124,26 @@ def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with
     assert keys <= set(stored)
     assert (("collector", "traj_ids") in stored) is (how != "rollout")
     assert ("value" in stored) is with_policy
-    with pytest.raises(SchemaError, match="is missing"):
+    with pytest.raises(td.SchemaError, match="is missing"):
         rb.add(rb.storage[0].exclude("action"))
 
 
 def test_a_rollout_buffer_is_made_for_an_environment():
     env = torchrl_env("vectorised")
-    rollout = RolloutBuffer.from_env(env, 10, batch_size=5)
+    rollout = td.RolloutBuffer.from_env(env, 10, batch_size=5)
     assert (rollout.num_envs, rollout.storage.max_size) == (2, 20)
-    assert RolloutBuffer.from_env(torchrl_env("single"), 10).num_envs is None
+    assert td.RolloutBuffer.from_env(torchrl_env("single"), 10).num_envs is None
     data = env.rollout(10, break_when_any_done=False)
     data["state_value"] = data["next", "state_value"] = torch.zeros(2, 10, 1)
     rollout.extend(data)
     assert sum(len(batch) for batch in rollout) == 20
-    assert RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
+    assert td.RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in RAM")
 def test_ten_million_rows_touch_only_what_is_written():
-    def begun(capacity: int) -> ReplayBuffer:
-        rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=16), capacity)
+    def begun(capacity: int) -> td.ReplayBuffer:
+        rb = td.ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=16), capacity)
         rb.extend(torch.zeros_like(rb.storage.all_rows().view()[:100], device="cpu").transpose(0, 1))
         return rb
 
@@ -168,7 +162,7 @@ def example(n: int = 4, **more: torch.Tensor) -> TensorDict:
 @pytest.mark.parametrize("where", ["memory", "file", "shared"])
 def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
     place = {"memory": {}, "file": {"scratch_dir": tmp_path / "rows"}, "shared": {"shared": True}}[where]
-    rb = ReplayBuffer.from_schema(example()[0], 10, **place)
+    rb = td.ReplayBuffer.from_schema(example()[0], 10, **place)
     if where == "shared":
         assert rb.extend(example(4)).tolist() == [0, 1, 2, 3]
         return
@@ -180,13 +174,13 @@ def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
 
 
 def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():
-    full = ReplayBuffer(storage=PackedStorage(10))
+    full = td.ReplayBuffer(storage=td.PackedStorage(10))
     full.extend(example(4, y=torch.ones(4)))
-    rb = ReplayBuffer.from_schema(example()[0], 10)
+    rb = td.ReplayBuffer.from_schema(example()[0], 10)
     rb.load_state_dict(full.state_dict())
     assert torch.equal(rb.storage["y"], torch.ones(4))
-    other = ReplayBuffer.from_schema(example(1, z=torch.ones(1))[0], 10)
-    with pytest.raises(SchemaError, match="other keys"):
+    other = td.ReplayBuffer.from_schema(example(1, z=torch.ones(1))[0], 10)
+    with pytest.raises(td.SchemaError, match="other keys"):
         other.load_state_dict(full.state_dict())
     assert other.storage.is_reserved
 
@@ -195,35 +189,35 @@ def test_arrays_that_torch_cannot_share_are_copied():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
     extras = {"log_prob": -1.0, "next": {"info": {"x": (1, 2.0)}}}
-    step = make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False, **extras)
-    double = make_transition(0, 0, torch.zeros(1, dtype=torch.float64), 0, False, False)
+    step = td.make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False, **extras)
+    double = td.make_transition(0, 0, torch.zeros(1, dtype=torch.float64), 0, False, False)
     assert (step["next", "reward"].dtype, double["next", "reward"].dtype) == (torch.float32, torch.float64)
     assert step["observation"].tolist() == step["next", "observation"].tolist() == [0, 1, 2]
     assert step["action"].tolist() == [3, 2, 1, 0]
     assert step["log_prob"].dtype is torch.float32
     assert step["next", "info", "x", "1"] == 2.0
-    box = make_transition(np.ones(3), 0, 0, np.zeros(3), False, False)  # the same as a Dict of one key
-    assert_same(box, make_transition({"observation": np.ones(3)}, 0, 0, {"observation": np.zeros(3)}, False, False))
+    box = td.make_transition(np.ones(3), 0, 0, np.zeros(3), False, False)  # the same as a Dict of one key
+    assert_same(box, td.make_transition({"observation": np.ones(3)}, 0, 0, {"observation": np.zeros(3)}, False, False))
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_a_loop_without_trajectory_ids_writes_to_shared_rows_of_spaces(num_envs):
     space = gymnasium.spaces.Box(-1, 1, (3,))
-    rb = ReplayBuffer.from_spaces(space, space, 20, num_envs=num_envs, shared=True)
+    rb = td.ReplayBuffer.from_spaces(space, space, 20, num_envs=num_envs, shared=True)
     lanes = () if num_envs is None else (num_envs,)
     zeros, over = np.zeros((*lanes, 3), np.float32), np.zeros(lanes, bool)
     for _ in range(3):
-        rb.add(make_transition(zeros, zeros, np.zeros(lanes), zeros, over, over))
+        rb.add(td.make_transition(zeros, zeros, np.zeros(lanes), zeros, over, over))
     assert len(rb) == 3 * (num_envs or 1)
     assert rb["collector", "traj_ids"].eq(0).all()
 
 
-class Mine(ReplayBuffer):
+class Mine(td.ReplayBuffer):
     pass
 
 
-@pytest.mark.parametrize("cls", [ReplayBuffer, Mine, RolloutBuffer, ExperienceQueue])
+@pytest.mark.parametrize("cls", [td.ReplayBuffer, Mine, td.RolloutBuffer, td.ExperienceQueue])
 def test_constructors_return_the_class_on_which_they_are_called(cls):
     env = gymnasium.make("CartPole-v1")
     made = cls.from_env(env, 10), cls.from_spaces(env.observation_space, env.action_space, 10)
-    assert [type(each) for each in (*made, cls.from_schema(schema_of(env), 10))] == [cls] * 3
+    assert [type(each) for each in (*made, cls.from_schema(td.schema_of(env), 10))] == [cls] * 3
