@@ -16,7 +16,7 @@ _SHOWN = "(default: %(default)s)"  # argparse fills in the default
 COMMANDS = {
     "demo": ("train an agent from replay, and draw its learning curve", "--sampler rank"),
     "doctor": ("check the data of a saved buffer for faults", "runs/buffer --env CartPole-v1"),
-    "compile": ("compile all loops ahead, for containers and clusters", "--jobs 4"),
+    "compile": ("compile all loops ahead, for containers and clusters", ""),
     "info": ("show versions, processor and cache folder, for bug reports", ""),
 }
 
@@ -40,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
     doctor("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
     doctor("--env", help="a Gymnasium environment, whose bounds the observations must respect")
     doctor("--ignore", nargs="*", default=(), metavar="CODE", help="codes to omit (default: none)")
-    jobs = "number of processes (default: one per usable core, at most 4)"
-    commands["compile"].add_argument("--jobs", type=whole_number(1, 64), help=jobs)
     return top
 
 

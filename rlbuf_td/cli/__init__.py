@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 
 
 class UsageError(Exception):
     """An invalid command line; ``python -m rlbuf_td`` prints the message and exits with status 2."""
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def whole_number(low: int, high: int = 10**15) -> Callable[[str], int]:

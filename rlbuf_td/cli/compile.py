@@ -6,11 +6,9 @@ processor: run the command on a machine like those that will train, with the sam
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +19,7 @@ from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
 import rlbuf_td as rl
 from rlbuf_td import functional
-from rlbuf_td.cli import UsageError, usable_cores
+from rlbuf_td.cli import UsageError
 from rlbuf_td.kernels.dispatch import OFF
 
 ROWS, BATCH = 256, 8
@@ -146,13 +144,6 @@ USES: dict[str, Callable[[], object]] = {name: partial(buffer, sampler) for name
 }
 
 
-def compile_one(name: str) -> float:
-    """Compile what a use of buffers needs, and return how long that took, in seconds."""
-    begun = time.perf_counter()
-    USES[name]()
-    return time.perf_counter() - begun
-
-
 def main(options: Namespace) -> int:
     if OFF:
         raise UsageError(f"there is nothing to compile: {OFF}")
@@ -161,9 +152,9 @@ def main(options: Namespace) -> int:
     place = folder()
     if place is None:
         raise UsageError("no cache folder is writable: set NUMBA_CACHE_DIR to a writable folder")
-    names = list(USES)
-    with ProcessPoolExecutor(options.jobs or min(usable_cores(), 4), multiprocessing.get_context("spawn")) as pool:
-        for name, seconds in zip(names, pool.map(compile_one, names), strict=True):
-            print(f"{name}: {seconds:.1f} s", flush=True)
+    for name, run in USES.items():
+        begun = time.perf_counter()
+        run()
+        print(f"{name}: {time.perf_counter() - begun:.1f} s", flush=True)
     print(f"{len([*place.rglob('*.nbc')])} compiled functions are in {place}")
     return 0

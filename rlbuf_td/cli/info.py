@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 import rlbuf_td
-from rlbuf_td.cli import usable_cores
 from rlbuf_td.kernels.dispatch import OFF
 from rlbuf_td.kernels.draws import append_distinct_
 from rlbuf_td.storages.memory_budget import ram, show_bytes
@@ -38,7 +37,8 @@ def facts() -> Iterator[tuple[str, str]]:
             yield name, "not installed"
     yield "system", platform.platform()
     yield "processor", f"{_processor()} ({platform.machine()})"
-    yield "cores", f"{os.cpu_count()}, {usable_cores()} usable; torch uses {torch.get_num_threads()} threads"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{os.cpu_count()}, {usable} usable; torch uses {torch.get_num_threads()} threads"
     yield "memory", ram().words()
     yield "GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield "compiled loops", f"off ({OFF}): the reference in torch runs" if OFF else _compiled_loops()

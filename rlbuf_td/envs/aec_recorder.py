@@ -170,7 +170,7 @@ class _Seat(Recorder):
         mask = self._columns.get(("next", ACTION_MASK))
         if mask is not None and not mask.any():
             mask[...] = True
-        self._write_step()
+        self._write()
         self.is_open = False
 
     def _interrupt(self) -> None:

@@ -137,10 +137,8 @@ class GymnasiumRecorder(Recorder):
         self._obs = None  # if this step fails, a reset must follow
         result = self.env.step(action)
         done = self._fill_after(result, going)
-        if going.all():
-            self._write_step()
-        elif going.any():
-            self._write(cast("TensorDict", self._step[torch.from_numpy(going)]), going.nonzero()[0])
+        if going.any():
+            self._write(None if going.all() else going)
         self._obs = result[0]
         if self._mode == "SameStep":
             self._begin(done)

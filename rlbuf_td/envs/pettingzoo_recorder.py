@@ -148,7 +148,7 @@ class PettingZooRecorder(Recorder):
         results = [env.step(each) for env, each in zip(self.envs, actions, strict=True)]
         for e, result in enumerate(results):
             self._fill_after(e, before[e], result)
-        self._write_step()
+        self._write()
         self._observed = [result[0] for result in results]
         return results[0] if self._single else results
 

@@ -89,7 +89,7 @@ class Recorder:
     """Writes the steps of E environments to a buffer, or those of one environment to a lane.
 
     A subclass calls :meth:`_fit` with the schema of its environments. In each step, it calls :meth:`_begin_step`, fills
-    the :attr:`_columns` of the rows, and calls :meth:`_write_step`.
+    the :attr:`_columns` of the rows, and calls :meth:`_write`.
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
@@ -224,17 +224,17 @@ class Recorder:
 
     # -- writes
 
-    def _write_step(self) -> None:
-        """Write the rows, one for each environment."""
-        self._write(self._step, self._lane)
-
-    def _write(self, rows: TensorDict, lanes: int | np.ndarray | None = None) -> None:
-        """Write the next row of each of ``lanes``; None: of all lanes."""
+    def _write(self, lanes: np.ndarray | None = None) -> None:
+        """Write the rows of ``lanes``, a mask ``[E]``; None: one for each environment."""
+        rows: TensorDict = self._step
+        to: int | np.ndarray | None = self._lane
+        if lanes is not None:
+            rows, to = rows[torch.from_numpy(lanes)], lanes.nonzero()[0]
         rows = rows.clone() if len(self.buffer.transform) else rows  # a transform may modify them
-        if lanes is None:
+        if to is None:
             self.buffer.add(rows)
         else:
-            self.buffer.extend(rows, lanes=lanes)
+            self.buffer.extend(rows, lanes=to)
 
     # -- episodes
 
