@@ -292,7 +292,6 @@ def innermost_of(sampler: Any) -> Any:
 
 
 def innermost_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the innermost of nested samplers."""
     while "sampler" in state:
         state = state["sampler"]
     return state

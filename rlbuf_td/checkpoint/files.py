@@ -291,7 +291,6 @@ class SavedTensor:
         return found
 
     def read_into(self, target: torch.Tensor) -> None:
-        """Fill a contiguous tensor with the saved bytes."""
         _wait_for_devices([target])
         self._read([*_flat_bytes(target).split([nbytes for _, nbytes in self._chunks])] if self._chunks else [])
 

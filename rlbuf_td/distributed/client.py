@@ -242,7 +242,6 @@ class Client:
         return Batches(self.spec, layout, drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
-        """Drop prefetched batches and queued TD errors."""
         self._ready = self._ahead = None
         self._errors.clear()
 

@@ -58,7 +58,6 @@ class Links:
         self.heard[place] = time.monotonic()
 
     def lose(self, place: int) -> None:
-        """Mark a shard as lost until it answers."""
         if place not in self._probes:
             self.losses += 1
             self._probe(place)
@@ -97,7 +96,6 @@ class Links:
         self._probes[place] = self.handles[place].report.options(max_task_retries=-1).remote()
 
     def _return(self, place: int) -> None:
-        """Use a lost shard again if it has answered."""
         if not self.engine.wait([self._probes[place]], timeout=0)[0]:
             return
         try:

@@ -245,7 +245,6 @@ class Shard:
         self._prepared = buffer
 
     def discard(self) -> None:
-        """Forget the rows that :meth:`prepare` has loaded."""
         self._prepared = None
 
     def accept(self) -> Report:

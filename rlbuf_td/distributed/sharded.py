@@ -64,7 +64,6 @@ def _names(shards: int) -> list[str]:
 
 
 def newest_dump(path: Path, place: int, shards: int) -> str | None:
-    """Return the folder of one shard in the last complete dump of ``shards`` shards, or None if there is none."""
     manifest = Manifest.last(path)
     return None if manifest is None or len(manifest.steps) != shards else manifest.folders(path)[place]
 

@@ -188,7 +188,6 @@ class Recorder:
             fill_(self._columns[key], value, key)
 
     def _make_rows(self, extras: Mapping[Key, object]) -> None:
-        """Make memory for a row of each environment, with the keys of the first step's extras."""
         schema = self._schema.copy()
         for key, value in extras.items():
             self._add_entry(schema, key, tensors_of(to_array(value), *key))

@@ -183,7 +183,6 @@ def paths_of(schema: TensorDict, observation_space: Space) -> tuple[Paths, Paths
 
 
 def after_step(paths: Paths) -> Paths:
-    """Return the paths of the observation after a step from those before it."""
     return [(("next", *key), path) for key, path in paths]
 
 

@@ -79,7 +79,6 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
 
 
 def _refuse_unlike(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise a SchemaError if the observations before and after a step differ in keys or shapes."""
     shapes = [{key: tuple(value.shape) for key, value in walk(part)} for part in (before, after)]
     for key in {**shapes[0], **shapes[1]}:
         this, following = (f"of shape {each[key]}" if key in each else "missing" for each in shapes)

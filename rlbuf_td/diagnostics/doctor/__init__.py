@@ -1,4 +1,8 @@
-"""Checks of stored rows: :func:`~rlbuf_td.check`, and ``python -m rlbuf_td doctor PATH``."""
+"""Checks of stored rows: :func:`~rlbuf_td.check`, and ``python -m rlbuf_td doctor PATH``.
+
+Within a trajectory, the next observation of a row must equal the observation of the following row. The next
+observation in a trajectory's last row must differ from the first observation of the following trajectory.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 
 import torch
+from torch import Tensor
 
-from rlbuf_td.diagnostics.doctor.order import order_findings
 from rlbuf_td.diagnostics.doctor.record import Record, bounds_of, open_source
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding, Report
 from rlbuf_td.storages.schema import show_key
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
+_SAMPLED = 256  # rows that suffice to identify the kind of a fault
+_LONG = 10_000  # time steps: this many without an end are a finding
+_SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no finding
 #: The codes of all findings, the most serious first.
 CODES = tuple(FAULTS)
 
@@ -63,7 +70,7 @@ def check(source: object, *, space: object = None, ignore: str | Sequence[str] =
     storage, writer = open_source(source)
     with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
         record = Record(storage, writer, bounds)
-        found = [*order_findings(record), *_value_findings(record)]
+        found = [*_order_findings(record), *_value_findings(record)]
     found = sorted((each for each in found if each.code not in ignored), key=lambda each: CODES.index(each.code))
     return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
 
@@ -77,6 +84,138 @@ def main(options: argparse.Namespace) -> int:
         return 2
     print(f"{options.path}: {report}")
     return 0 if report.healthy else 1
+
+
+def _order_findings(record: Record) -> Iterator[Finding]:
+    """Yield the faults in the order of rows."""
+    flags, fault = record.flags, None
+    ended = torch.stack([torch.zeros_like(record.cut), *flags.values()]).any(0)
+    if record.knows_ends and not record.observed:
+        record.skipped.append("next observations: no key is stored both at the root and under 'next'")
+    elif record.knows_ends:
+        broken = record.inside & record.apart
+        if int(broken.sum()) > max(1, int(record.inside.sum()) // 2):
+            fault = _broken(record, broken, mostly=True)
+        else:
+            fault = _shifted(record, flags.get("done", ended))
+        if fault is not None:
+            yield fault
+    if "done" in flags and (fault is None or fault.code != "done-shifted"):
+        for name, flag in flags.items():
+            lacking = flag & ~flags["done"]
+            if bool(lacking.any()):
+                yield record.finding(f"{name}-without-done", lacking, int(flag.sum()), ("next", name), name=name)
+    if record.knows_ends and fault is None:
+        yield from _ends(record, ended)
+
+
+def _ends(record: Record, ended: Tensor) -> Iterator[Finding]:
+    """Yield the faults at the ends of trajectories; ``ended``: an end flag is set."""
+    never = not bool(ended.any())
+    broken = record.inside & record.apart & ~ended
+    if bool(broken.any()):
+        yield _broken(record, broken, never=never)
+    elif never and _ids_show_ends(record):
+        seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
+        yield record.finding("done-never", record.ends & record.apart, record.rows, seen=seen)
+    elif never and record.shape[0] >= _LONG:
+        yield record.finding("done-never", None, record.rows, seen=f"No trajectory ends in {record.shape[0]:,} steps.")
+    if bool(record.unbroken.any()) and _is_no_chance(record):
+        yield _not_reset(record)
+
+
+def _spread(where: Tensor) -> Tensor:
+    """Return up to 256 row numbers, evenly spaced among the rows of the mask ``where``."""
+    rows = where.nonzero()[:, 0]
+    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
+
+
+def _broken(record: Record, where: Tensor, *, mostly: bool = False, never: bool = False) -> Finding:
+    """Return the finding about rows whose next observation differs from the following row's observation."""
+    of, sample = int(record.inside.sum()), _spread(where)
+    if mostly and bool((record.there == record.here)[sample].all()):
+        return record.finding("observation-reused", where, of)
+    if _are_elsewhere(record, sample):
+        return record.finding("lanes-mixed", where, of)
+    if never and not mostly:
+        seen = "The observations show resets at these rows, and no done flag is ever set."
+        return record.finding("done-never", where, record.rows, seen=seen)
+    return record.finding("next-observation-differs" if mostly else "reset-without-done", where, of)
+
+
+def _are_elsewhere(record: Record, sample: Tensor) -> bool:
+    """Whether most next observations of the rows in ``sample`` are the observation of a few other rows."""
+    matches = torch.stack([(record.here == there).sum() for there in record.there[sample]])
+    found = matches[matches > 0]
+    return len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3
+
+
+def _shifted(record: Record, done: Tensor) -> Finding | None:
+    """Return a finding if done flags are set one step too late or one step too early."""
+    unbroken, broken, apart = record.unbroken, record.inside & record.apart, record.paired & record.apart
+    for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
+        beside = apart & ~done & unbroken.roll(-step)
+        count = int(beside.sum())
+        if count and 2 * count >= max(int(broken.sum()), int(unbroken.sum())):
+            return record.finding("done-shifted", beside.roll(step), int(record.ends.sum()), late=late, before=before)
+    return None
+
+
+def _ids_show_ends(record: Record) -> bool:
+    """Whether changes of the trajectory id seem to mark ends of episodes.
+
+    No id may appear again later, and lengths must vary: equal lengths suggest that the data was cut into pieces.
+    """
+    cuts, ids = (record.ends & record.apart).nonzero()[:, 0], record.ids
+    if ids is None or len(cuts) < _SOME_ENDS:
+        return False
+    return ids.unique().numel() >= int((ids[1:] != ids[:-1]).sum()) and len(cuts.diff().unique()) > 1
+
+
+def _is_no_chance(record: Record) -> bool:
+    """Whether ``record.unbroken`` is unlikely to come from observations that are equal by chance."""
+    if 2 * int(record.unbroken.sum()) >= int(record.ends.sum()):
+        return True
+    return 100 * (record.rows - len(record.here.unique())) < record.rows
+
+
+def _not_reset(record: Record) -> Finding:
+    """Return the finding about trajectory ends whose next observation equals the following row's observation."""
+    where, of = record.unbroken, int(record.ends.sum())
+    here, after = _jumps(record, where)
+    if not max(here, after):
+        return record.finding("done-without-reset", where, of)
+    if here >= after:
+        return record.finding("final-observation-lost", where, of, jump=here)
+    return record.finding("reset-row-stored", where.roll(1), of, jump=after)
+
+
+def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
+    """Return the median change of the observation in the rows of the mask ``where``, and in the rows after them.
+
+    The unit is the mean change within trajectories. A median that is usual within trajectories becomes 0.
+    """
+    usual, rows = _spread(record.inside), _spread(where)
+    if not len(usual):
+        return 0.0, 0.0
+    values = record.read(torch.cat([usual, rows, (rows + 1) % record.rows]))
+    total = torch.zeros(len(usual) + 2 * len(rows), dtype=torch.float64, device="cpu")
+    main = [key for key in record.observed if values[key].shape[1:].numel() > 1]  # a single number may be a count
+    for key in main or record.observed:
+        if values[key].dtype is torch.bool or values[key].dtype.is_complex:
+            continue
+        path = ("next", *key)
+        moved = values[path].double() - values[key].double()
+        distance = moved.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu()
+        if (scale := distance[: len(usual)].mean()) > 0:
+            total += distance / scale  # in mean distances within trajectories
+    usually, *others = total.split([len(usual), len(rows), len(rows)])
+    mean = usually.mean()
+    if not float(mean):
+        return 0.0, 0.0
+    limit = usually.quantile(0.9 if len(rows) >= 4 else 0.99)
+    here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in others)
+    return here, after
 
 
 def _value_findings(record: Record) -> Iterator[Finding]:

@@ -100,7 +100,6 @@ class Record:
         return {key: value.reshape(len(rows), *(value.shape[1:] or (1,))) for key, value in tensors}
 
     def _scan(self, bounds: Mapping[Key, Interval]) -> None:
-        """Pass over all rows."""
         flags = {name: keys for name in ("done", "terminated", "truncated") if (keys := self._flag(name))}
         suspects, ids = suspects_of(self.kinds, self.observed, bounds), self.kinds.get(TRAJ_KEY)
         self.flags = {name: self._mask() for name in flags}
@@ -179,7 +178,6 @@ def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
 
 
 def open_source(source: object) -> tuple[Storage, Writer | None]:
-    """Return the storage of a source, and its writer, if it has one."""
     if isinstance(source, str | PathLike):
         found = open_checkpoint(Path(source)).storage
         if found is None:
