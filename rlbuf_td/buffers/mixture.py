@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSample
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, normalizer_of, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint.buffer import Rollback
+from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -591,9 +591,9 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
             parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
             before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
             for saved in (state, before):
-                with Rollback() as rollback:
+                with all_or_nothing() as undo:
                     for key, part in parts.items():
-                        rollback.load(part, saved[key])
+                        load_part(part, saved[key], undo)
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

@@ -205,16 +205,16 @@ def restore(
         priorities: the result of :func:`of_other_capacity` for rows that :func:`put` has moved.
     """
     writer = state["_writer"]
-    with Rollback() as rollback:
+    with all_or_nothing() as undo:
         if not rows_only:
             if rb.episode_stats is not None and state.get("_stats") is not None:
-                rollback.load(rb.episode_stats, state["_stats"])
-            rollback.load(rb.writer, writer)
-            rollback.load(rb.transform, state["_transforms"])
+                load_part(rb.episode_stats, state["_stats"], undo)
+            load_part(rb.writer, writer, undo)
+            load_part(rb.transform, state["_transforms"], undo)
             if is_exact:
-                rollback.load(rb.sampler, state["_sampler"])
+                load_part(rb.sampler, state["_sampler"], undo)
             else:
-                _restore_settings(rb.sampler, state["_sampler"], rollback)
+                _restore_settings(rb.sampler, state["_sampler"], undo)
         moved = put()
     # The code below cannot fail.
     if not is_exact:
@@ -239,12 +239,12 @@ def restore(
         own.largest = largest
 
 
-def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:
+def _restore_settings(sampler: Any, state: dict[str, Any], undo: ExitStack) -> None:
     """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
     while sampler is not None and hasattr(sampler, "snapshot"):
         own = state.get("settings", state)
         with state_of(sampler):
-            rollback.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))
+            undo.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))
         sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
 
 
@@ -327,21 +327,17 @@ def _generator(state: Any, device: str) -> torch.Generator | None:
 # -- undoing
 
 
-class Rollback(ExitStack):
-    """Loads states of parts; an error restores the old states.
+@contextmanager
+def all_or_nothing() -> Iterator[ExitStack]:
+    """Yield a stack that undoes changes if the ``with`` block raises an error."""
+    with ExitStack() as undo:
+        yield undo
+        undo.pop_all()
 
-    Load samplers last, because the old states of this package's samplers, which refuse a state before they change, are
-    not restored.
-    """
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
-        if kind is None:
-            self.pop_all()
-        return super().__exit__(kind, *rest)
-
-    def load(self, part: Any, state: Any) -> None:
-        with state_of(part):
-            if not hasattr(innermost_of(part), "snapshot"):
-                before = copy.deepcopy(part.state_dict())
-                self.callback(part.load_state_dict, before)
-            part.load_state_dict(state)
+def load_part(part: Any, state: Any, undo: ExitStack) -> None:
+    """Load a state into a part. Load samplers last: those of this package refuse a state before they change."""
+    with state_of(part):
+        if not hasattr(innermost_of(part), "snapshot"):
+            undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+        part.load_state_dict(state)
