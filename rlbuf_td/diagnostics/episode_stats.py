@@ -58,9 +58,8 @@ class EpisodeStats:
         reasons: keys of further flags to read at the end of an episode, such as ``[("next", "success")]``.
         history: the number of episodes to keep for plots and :meth:`history`; raised to ``window`` if smaller.
         reward_key: the key of the rewards.
-        done_key: the key of ``done``. If an end flag is missing, it is derived from the other end flags.
-        terminated_key: the key of ``terminated``.
-        truncated_key: the key of ``truncated``.
+        done_key: the key of ``done``; ``terminated`` and ``truncated`` lie beside it. If one of these three flags is
+            missing, it is derived from the others.
         trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are padding and are ignored.
 
     Raises:
@@ -89,8 +88,6 @@ class EpisodeStats:
         history: int = 10_000,
         reward_key: NestedKey = ("next", "reward"),
         done_key: NestedKey = ("next", "done"),
-        terminated_key: NestedKey = ("next", "terminated"),
-        truncated_key: NestedKey = ("next", "truncated"),
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
         if window < 1 or history < 1:
@@ -99,8 +96,9 @@ class EpisodeStats:
         if not set(how.values()) <= set(_REDUCTIONS):
             raise ValueError(f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
-        self._trajectory_key, *flags = map(as_tuple, (trajectory_key, done_key, terminated_key, truncated_key))
-        self._flags, others, more = flags, [*map(as_tuple, how)], [*map(as_tuple, reasons)]
+        self._trajectory_key, done = as_tuple(trajectory_key), as_tuple(done_key)
+        self._flags = flags = [done, *((*done[:-1], name) for name in ("terminated", "truncated"))]
+        others, more = [*map(as_tuple, how)], [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
         self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]
         self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]

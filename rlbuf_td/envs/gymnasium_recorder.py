@@ -15,7 +15,6 @@ from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, tensors_of
 if TYPE_CHECKING:
     from gymnasium import Env
     from gymnasium.vector import VectorEnv
-    from tensordict import TensorDict
 
 _SAME_STEP = (
     "gymnasium.make_vec(id, num_envs, vectorization_mode='sync', "

@@ -228,7 +228,7 @@ class Recorder:
         rows: TensorDict = self._step
         to: int | np.ndarray | None = self._lane
         if lanes is not None:
-            rows, to = rows[torch.from_numpy(lanes)], lanes.nonzero()[0]
+            rows, to = cast("TensorDict", rows[torch.from_numpy(lanes)]), lanes.nonzero()[0]
         rows = rows.clone() if len(self.buffer.transform) else rows  # a transform may modify them
         if to is None:
             self.buffer.add(rows)
