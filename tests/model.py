@@ -514,9 +514,10 @@ class World:
         return anchors, goals
 
     def check_batch(self, batch: TensorDictBase, recipe: Recipe = Recipe()) -> list[Row]:
-        """Compare a batch, but for its weights, with what its anchors say; return the anchors."""
+        """Compare a batch, but for what the inner sampler reports, with what its anchors say; return the anchors."""
         anchors, goals = self.drawn(batch, recipe)
-        report = [key for key in ("priority_weight", "sampled_at") if key in batch.keys()]
+        innermost = getattr(self.rb.sampler, "innermost", self.rb.sampler)
+        report = {"priority_weight", "sampled_at", *getattr(innermost, "report_keys", ())}
         assert_batch(batch.exclude(*report), expected(self.model, anchors, goals, recipe))
         return anchors
 

@@ -168,6 +168,12 @@ def test_its_asserts_stand_in_folded_cells_at_its_end(path):
 
 
 @each_notebook
+def test_it_begins_with_what_its_reader_will_be_able_to_do(path):
+    beginning = nbformat.read(path, as_version=4).cells[0].source
+    assert re.match(r"# .*\n\nAfter this notebook you can\n\n- ", beginning)
+
+
+@each_notebook
 def test_its_headings_skip_no_level(path):
     cells = nbformat.read(path, as_version=4).cells
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
