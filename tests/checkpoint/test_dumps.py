@@ -297,14 +297,6 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
         buffer.refuse(rb, {"_writer": {}, "_rng": (state[:5], "cpu")})
 
 
-class Like:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-
 def small(**kwargs: Any) -> td.ReplayBuffer:
     return td.ReplayBuffer(storage=td.PackedStorage(8, **kwargs), sampler=td.ProportionalSampler(8), batch_size=2)
 
@@ -328,7 +320,7 @@ FOUR = TensorDict({"x": torch.arange(4), "next": {"done": torch.ones(4, 1, dtype
 
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_are_saved_and_loaded(part: str, tmp_path: Path):
-    path = [str, Path, Like][len(part) % 3]
+    path = [str, Path][len(part) % 2]
     one, other = PARTS[part](), PARTS[part]()
     if part in ("buffer", "storage"):
         (one.extend if part == "buffer" else lambda rows: one.set(range(4), rows))(FOUR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ from rlbuf_td.distributed.sharded import Manifest, newest_dump
 from tests.checkpoint.test_damage import resign
 from tests.distributed.local import World
 from tests.distributed.test_law import begun, fill, magnitudes, proportional, rows, uniform
+
+
+def world_of(shards: int, sampler: Callable[[], Any], capacity: int = 200, ndim: int = 1) -> World:
+    def make_buffer() -> td.ReplayBuffer:
+        return td.ReplayBuffer(storage=td.PackedStorage(capacity, ndim=ndim), sampler=sampler(), batch_size=64)
+
+    return World(shards, make_buffer)
 
 
 def updated(client, batch, error=7.0):
@@ -98,11 +106,7 @@ def test_a_shard_that_has_only_been_slow_is_given_more_time():
 
 
 def test_without_a_positive_priority_the_error_names_priorities():
-    def make_buffer():
-        sampler = td.ProportionalSampler(400, eps=0.0)
-        return td.ReplayBuffer(storage=td.PackedStorage(400), sampler=sampler, batch_size=16)
-
-    world = World(2, make_buffer)
+    world = world_of(2, lambda: td.ProportionalSampler(400, eps=0.0), 400)
     fill(world, 30)
     learner = world.client()
     for shard in world.shards:
@@ -259,11 +263,7 @@ def episode(first: int, count: int, ends: bool = True) -> TensorDict:
 
 
 def test_n_step_returns_stop_where_another_writer_follows():
-    def make_buffer():
-        sampler = td.NStepSampler(td.ProportionalSampler(200), 3, 1.0)
-        return td.ReplayBuffer(storage=td.PackedStorage(200), sampler=sampler, batch_size=64)
-
-    world = World(2, make_buffer)
+    world = world_of(2, lambda: td.NStepSampler(td.ProportionalSampler(200), 3, 1.0))
     one, other = world.client(home=0), world.client(home=0)
     one.extend(episode(0, 5, ends=False))
     other.extend(episode(100, 5, ends=False))
@@ -278,11 +278,7 @@ def test_n_step_returns_stop_where_another_writer_follows():
 
 
 def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
-    def make_buffer():
-        sampler = td.SequenceSampler(td.ProportionalSampler(200), 3, burn_in=1, priority="mix")
-        return td.ReplayBuffer(storage=td.PackedStorage(200), sampler=sampler, batch_size=64)
-
-    world = World(2, make_buffer)
+    world = world_of(2, lambda: td.SequenceSampler(td.ProportionalSampler(200), 3, burn_in=1, priority="mix"))
     for place in range(2):
         world.client(home=place).extend(episode(100 * place, 20))
     learner = world.client()
@@ -303,11 +299,7 @@ def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
 
 
 def test_windows_in_shards_go_on_into_the_next_episode():
-    def make_buffer():
-        sampler = td.SequenceSampler(td.UniformSampler(), 4, across_episodes=True)
-        return td.ReplayBuffer(storage=td.PackedStorage(20), sampler=sampler, batch_size=64)
-
-    world = World(1, make_buffer)
+    world = world_of(1, lambda: td.SequenceSampler(td.UniformSampler(), 4, across_episodes=True), 20)
     client = world.client()
     for first in (0, 3):
         client.extend(episode(first, 3))
@@ -316,15 +308,10 @@ def test_windows_in_shards_go_on_into_the_next_episode():
 
 
 def test_hindsight_relabels_inside_shards():
-    def make_buffer():
-        sampler = td.HindsightSampler(
-            td.UniformSampler(),
-            lambda batch: (batch.get(("next", "achieved_goal")) == batch["desired_goal"]).float(),
-            her_ratio=1.0,
-        )
-        return td.ReplayBuffer(storage=td.PackedStorage(200), sampler=sampler, batch_size=256)
+    def reward(batch: TensorDict) -> torch.Tensor:
+        return (batch.get(("next", "achieved_goal")) == batch["desired_goal"]).float()
 
-    world = World(2, make_buffer)
+    world = world_of(2, lambda: td.HindsightSampler(td.UniformSampler(), reward, her_ratio=1.0))
     for place in range(2):
         position = torch.arange(11.0)[:, None] + 100 * place
         done = torch.arange(10)[:, None] == 9
@@ -340,10 +327,7 @@ def test_hindsight_relabels_inside_shards():
 
 
 def test_lanes_are_written_as_collectors_give_them():
-    def make_buffer():
-        return td.ReplayBuffer(storage=td.PackedStorage(60, ndim=2), sampler=td.ProportionalSampler(60), batch_size=64)
-
-    world = World(2, make_buffer)
+    world = world_of(2, lambda: td.ProportionalSampler(60), 60, ndim=2)
     client, number = world.client(home=0), torch.arange(12).view(3, 4)
     client.extend(TensorDict({"id": number}, [3, 4]))
     client.add(TensorDict({"id": torch.arange(12, 15)}, [3]))
@@ -366,11 +350,10 @@ def test_one_row_can_be_added():
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
-    def make_buffer():
-        sampler = td.ProportionalSampler(80, alpha=0.7)
-        return td.ReplayBuffer(storage=td.PackedStorage(80, ndim=ndim), sampler=sampler, batch_size=64)
+    def shards(number: int) -> World:
+        return world_of(number, lambda: td.ProportionalSampler(80, alpha=0.7), 80, ndim)
 
-    world, count = World(4, make_buffer), 0
+    world, count = shards(4), 0
     for place, steps in enumerate((40, 20, 12, 50)):  # the last ring has wrapped
         shape = [steps] if ndim == 1 else [2, steps]
         data = torch.arange(count, count + steps * (1 if ndim == 1 else 2)).view(shape)
@@ -382,7 +365,7 @@ def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
         shard.buffer.update_priority(flat, torch.rand(len(flat)))
         count += data.numel()
     world.buffer().dumps(tmp_path)
-    other = World(3, make_buffer)
+    other = shards(3)
     other.buffer().loads(tmp_path)
     joined = torch.cat([shard.buffer.chronological()["id"].flatten() for shard in world.shards])
     loaded = [shard.buffer.chronological()["id"].flatten() for shard in other.shards]
