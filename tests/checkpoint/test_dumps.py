@@ -245,12 +245,11 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
     kept = min(live, capacity)
     assert_same(again.chronological(), rb.last(kept))
     assert again.write_count == rb.write_count
-    if sampler != "uniform":
-        found = (each.sampler.priority(torch.arange(len(each))) for each in (rb, again))
-        priorities = [each.view(-1, max(1, lanes)) for each in found]
-        start = rb.writer._cursor if rb.full else 0
-        assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
-        assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
+    found = (each.sampler.priority(torch.arange(len(each))) for each in (rb, again))
+    priorities = [each.view(-1, max(1, lanes)) for each in found]
+    start = rb.writer._cursor if rb.full else 0
+    assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
+    assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
     index, fresh = td.TrajectoryIndex(again.storage), td.TrajectoryIndex(again.storage)
     rows = torch.arange(len(again))
     for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
