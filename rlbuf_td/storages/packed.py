@@ -606,21 +606,21 @@ class PackedStorage(LazyTensorStorage):
             size, lane = data.batch_size, None
             if len(size) <= lanes_first and not single:
                 refuse_shape(data, 1 if lanes is not None else ndim)
+            count = 1 if single else size[lanes_first]
+            if not count:
+                raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
             if plan is None or not plan.holds():
                 plan = self._plan_writes(data, single, lanes, lanes_first)
             own = plan.rows.lanes
             if lanes is not None:
-                lane = as_lanes(lanes, data)
-                lead, count = size[:1], size[0]
+                lane, lead = as_lanes(lanes, count), size[:1]
             elif single:
-                lead, count = own, 1
+                lead = own
             elif lanes_first:
-                lead, count = own + size[1:2], size[1]
+                lead = own + size[1:2]
             else:
-                lead, count = size[:1] + own, size[0]
-            if not count:
-                raise ValueError("extend needs at least one transition, got none")
+                lead = size[:1] + own
             if anew or type(lanes) is Beginning:
                 plan.rows.layout.collect(data, lead)  # refuses the data before anything changes
                 if anew:
@@ -982,7 +982,7 @@ class PackedStorage(LazyTensorStorage):
                 "the number of lanes is not known before the first write: give it, PackedStorage(max_size, ndim=2, "
                 "lanes=E)"
             )
-        if (self.rows is None or self.is_reserved) and data.ndim and len(data):
+        if self.rows is None or self.is_reserved:
             self._fix_rows(cast("TensorDictBase", data[:1]).exclude("index").squeeze(0).expand(lanes), 1)
 
     def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> None:

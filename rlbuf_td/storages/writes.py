@@ -107,26 +107,22 @@ class Beginning(int):
     """A lane whose next row begins an episode, because another actor takes the lane over."""
 
 
-def as_lanes(lanes: Any, data: TensorDictBase) -> torch.Tensor:
-    """Return a lane for each row of ``data``, ``[n]`` int64, from an int or from one lane per row.
+def as_lanes(lanes: Any, rows: int) -> torch.Tensor:
+    """Return a lane for each of ``rows`` rows, ``[n]`` int64, from an int or from one lane per row.
 
     Raises:
         TypeError: lanes are not integers.
-        ValueError: data or lanes have the wrong shape.
-        IndexError: a single lane is out of range.
+        ValueError: lanes have the wrong shape.
     """
-    size = data.batch_size
-    if not size or not size[0]:
-        raise ValueError(f"lanes= takes rows of batch size [n], n at least 1, in time order, got {[*size]}")
     if isinstance(lanes, torch.Tensor) and lanes.is_cpu:
         address_of(lanes)  # refuses lanes without memory
     array = lanes.numpy(force=True) if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
     if array.dtype.kind not in "iu":
         raise TypeError(f"lanes must be integers, one per row or one for all, got {array.dtype}")
-    if array.size != 1 and array.shape != size[:1]:
-        raise ValueError(f"lanes of shape {array.shape} for {size[0]} rows: pass one lane per row, or one for all")
+    if array.size != 1 and array.shape != (rows,):
+        raise ValueError(f"lanes of shape {array.shape} for {rows} rows: pass one lane per row, or one for all")
     # In memory of its own: nobody can change the lanes after their range has been checked.
-    return torch.from_numpy(np.full(size[0], array.reshape(-1) if array.size == 1 else array, np.int64))
+    return torch.from_numpy(np.full(rows, array.reshape(-1) if array.size == 1 else array, np.int64))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

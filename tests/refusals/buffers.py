@@ -249,7 +249,7 @@ REFUSALS: Table = {
         ]),
         *misfits(lambda rb, data: rb.extend(data, lanes=0), lambda: steps(2)),
         (lambda rb: rb.extend(steps(), lanes=0), ValueError, "single one"),
-        (lambda rb: rb.extend(steps(0), lanes=0), ValueError, "at least 1"),
+        (lambda rb: rb.extend(steps(0), lanes=0), ValueError, "at least one transition"),
         (lambda rb: rb.storage.set(range(2), steps(2, 3)), RuntimeError, "unlike steps"),
         (lambda rb: rb.chronological(), ValueError, "1 to 12 time steps each"),
         (lambda rb: rb.lane(3), IndexError, "lane 3 is out of range: lanes are 0 to 2"),

@@ -152,6 +152,13 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
     assert packed["observation"].shape == (0, 3)
 
 
+def test_an_empty_first_write_fixes_no_schema() -> None:
+    storage = PackedStorage(6)
+    with pytest.raises(ValueError, match="at least one transition, got none"):
+        storage.advance(TensorDict({"x": torch.zeros(0, 3)}, [0]))
+    assert storage.advance(TensorDict({"y": torch.zeros(2)}, [2])).tolist() == [0, 1]
+
+
 def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
     packed, _ = filled(2, False, SCHEMAS["vector"])
     assert repr(PackedStorage(5)) == "PackedStorage(max_size=5, ndim=1, device=cpu, empty)"
