@@ -56,7 +56,7 @@ class SharedRows(Attached):
     def keep_in(self, head_file: HeadFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._head_file = head_file
-        self.of_writer = SharedNumbers("q", [0, 0, -1, 0])
+        self.of_writer = SharedNumbers("q", [0, -1, 0, 0])
         head_file.keep(self._described, self.of_writer)
 
     def close(self) -> None:

@@ -1,81 +1,114 @@
-"""The base class of the writers that write time steps in order, and helper functions for all writers."""
+"""The base classes of the writers, and helper functions for all writers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    Storage,
+    TensorDictMaxValueWriter,
+    Writer,
+)
 
 from rlbuf_td.storages.checks import require_packed, saved_number, state_of
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
-from rlbuf_td.storages.writes import stacked
 
 if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
 
 MOST = (1 << 63) - 1
+_STATE_FILE = "writer.pt"
+_CURSOR = 3  # its place in the numbers of a TimeWriter
 
 
-class TimeWriter(RoundRobinWriter, Recovers):
-    """Abstract base of the writers that write time steps in order; position 0 follows the last position."""
+class CountingWriter(Writer, Recovers):
+    """Abstract base of this package's writers, which keep their counts in numbers that processes can share."""
 
-    appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
-    begins_anew = False  # whether the next write removes the rows so far
     _storage: PackedStorage
-    state_file: str | None = None  # the file of a dump with the state; None: TorchRL's file of counters is enough
 
-    def __init__(self, *, track_generations: bool = False) -> None:
-        self.count_in(SharedNumbers("q", [0, 0, -1, 0]))
-        super().__init__(compilable=False, track_generations=track_generations)
+    def count_in(self, numbers: SharedNumbers, planned: int = 1) -> None:
+        """Keep the counts in these numbers.
 
-    @property
-    def _cursor(self) -> int:
-        """The time step to write next: the rows of a PackedStorage tell it, which other buffers may have written."""
-        return self.numbers[0] if self._storage is None else self._storage.ring.cursor
-
-    @_cursor.setter
-    def _cursor(self, cursor: int) -> None:
-        self.numbers[0] = cursor
+        The first is the write count. A write plans the first ``planned`` ones, in the numbers after them, see
+        :class:`Planned`.
+        """
+        self.numbers, self.planned = numbers, Planned(numbers, 0, planned, planned)
 
     @property
     def _write_count(self) -> int:
-        return self.numbers[1]
+        return self.numbers[0]
 
     @_write_count.setter
     def _write_count(self, count: int) -> None:
-        self.numbers[1] = count
-
-    @property
-    def counts_generations(self) -> bool:
-        """Whether this writer, or another writer of the storage, counts the writes to each position."""
-        return self._track_generations or self._generation is not None
+        self.numbers[0] = count
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage."""
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
-        require_packed(storage, f"a {type(self).__name__}", "use one, or TorchRL's TensorDictRoundRobinWriter")
+        require_packed(storage, f"a {type(self).__name__}", "use one, or a writer of TorchRL's")
         super().register_storage(storage)
 
-    def count_in(self, numbers: SharedNumbers) -> None:
-        """Keep the counts in these numbers: the cursor, the write count, and two for what a write plans."""
-        self.numbers, self.planned = numbers, Planned(numbers, 1, 1, 2)
-
     def share_memory_(self) -> None:
-        """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
+        """Share the counts with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()
 
     def recover(self, storage: Any, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         self.planned.settle(storage.ring.publication)
 
-    def add(self, data: Any) -> int | torch.Tensor:
+    def dumps(self, path: str | Path) -> None:
+        """Save the state in the folder ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path, _STATE_FILE))
+
+    def loads(self, path: str | Path) -> None:
+        """Restore a dump; ValueError, and no change, if a number is out of range."""
+        self.load_state_dict(torch.load(Path(path, _STATE_FILE), map_location="cpu", weights_only=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_rng": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class TimeWriter(CountingWriter, RoundRobinWriter):
+    """Abstract base of the writers that write time steps in order; position 0 follows the last position.
+
+    If a subclass has the :meth:`add`, :meth:`extend` and :meth:`append` of this class, a :class:`ReplayBuffer` calls
+    :meth:`PackedStorage.advance` itself, as they do: see ``Parts.writes_directly``.
+    """
+
+    appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
+    begins_anew = False  # whether the next write removes the rows so far
+
+    def __init__(self, *, track_generations: bool = False) -> None:
+        self.count_in(SharedNumbers("q", [0, -1, 0, 0]))
+        super().__init__(compilable=False, track_generations=track_generations)
+
+    @property
+    def _cursor(self) -> int:
+        """The time step to write next: the rows of a PackedStorage tell it, which other buffers may have written."""
+        return self.numbers[_CURSOR] if self._storage is None else self._storage.ring.cursor
+
+    @_cursor.setter
+    def _cursor(self, cursor: int) -> None:
+        self.numbers[_CURSOR] = cursor
+
+    @property
+    def counts_generations(self) -> bool:
+        """Whether this writer, or another writer of the storage, counts the writes to each position."""
+        return self._track_generations or self._generation is not None
+
+    def add(self, data: Any) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         return self._write(data, single=True)
 
@@ -88,9 +121,6 @@ class TimeWriter(RoundRobinWriter, Recovers):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        data = stacked(data)
-        if not len(data):
-            raise ValueError("extend needs at least one transition, got none")
         return self._write(data)
 
     def _write(self, data: Any, single: bool = False) -> Any:
@@ -129,29 +159,6 @@ class TimeWriter(RoundRobinWriter, Recovers):
         generation = state.get("_generation")
         if generation is not None and (generation.ndim, generation.dtype) != (1, torch.int64):
             raise ValueError(f"the saved generations are {generation.dtype} of shape {tuple(generation.shape)}")
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``."""
-        super().dumps(path)
-        if self.state_file is not None:
-            (Path(path) / self.state_file).write_text(json.dumps(self.state_dict()))
-
-    def loads(self, path: str | Path) -> None:
-        """Restore a dump; ValueError, and no change, if a number is out of range."""
-        saved = json.loads((Path(path) / "metadata.json").read_text())
-        state = {f"_{name}": saved[name] for name in ("cursor", "write_count") if name in saved}
-        if self.state_file is not None:
-            state |= json.loads((Path(path) / self.state_file).read_text())
-        with state_of(self):
-            self._refuse_state(state)
-        super().loads(path)  # also the counts of writes
-        self.load_state_dict(state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rng": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"

@@ -40,13 +40,11 @@ class QueueWriter(TimeWriter):
         (tensor([0, 1]), 1)
     """
 
-    state_file = "queue.json"
-
     def __init__(self) -> None:
         super().__init__()
         # Those of `TimeWriter`, then: rows taken, 1 after a shutdown, rows of the largest write; rows taken before the
         # process that took the last ones got the lock, and when it got the lock, see :attr:`ProcessLock.turn`.
-        self.count_in(SharedNumbers("q", [0, 0, -1, 0, 0, 0, 0, 0, -1]))
+        self.count_in(SharedNumbers("q", [0, -1, 0, 0, 0, 0, 0, 0, -1]))
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; rows that are already in the storage count as taken."""

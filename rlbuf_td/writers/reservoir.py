@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from math import expm1, inf, log, log1p
-from pathlib import Path
 from struct import pack, unpack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torchrl.data.replay_buffers import Storage, Writer
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages import torchrl_parts
-from rlbuf_td.storages.checks import require_packed, state_of
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import lanes_of
-from rlbuf_td.storages.listeners import Recovers, Then
-from rlbuf_td.storages.numbers import Planned, SharedNumbers
+from rlbuf_td.storages.listeners import Then
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.writes import stacked
-from rlbuf_td.writers.common import without_index
+from rlbuf_td.writers.common import CountingWriter, without_index
 
-if TYPE_CHECKING:
-    from rlbuf_td.storages import PackedStorage
-
-_FILE = "reservoir.json"
 _STATE = "_write_count", "following", "threshold"
 _NUMBERS = len(_STATE)
 _LEAST, _MOST = 2.0**-54, 1 << 62  # least uniform number u, so that log(1 - u) < 0; most skipped time steps
@@ -38,7 +32,7 @@ class Choice(NamedTuple):
     state: tuple[int, int, int]  # steps written, the next one to store, and the bits of ``log_threshold``
 
 
-class ReservoirWriter(Writer, Recovers):
+class ReservoirWriter(CountingWriter):
     r"""Keeps a uniform sample of all time steps ever written: each is in the buffer with the same probability.
 
     The first T time steps fill the buffer. After N time steps in total, each one is stored with probability ``T / N``,
@@ -79,18 +73,7 @@ class ReservoirWriter(Writer, Recovers):
         super().__init__(compilable=False)
         # Number of time steps written, the next time step to store, and the bits of the float64 ``log_threshold``; then
         # four for what a write plans.
-        self.numbers = SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0])
-        self.planned = Planned(self.numbers, 0, _NUMBERS, _NUMBERS)
-
-    _storage: PackedStorage
-
-    @property
-    def _write_count(self) -> int:
-        return self.numbers[0]
-
-    @_write_count.setter
-    def _write_count(self, count: int) -> None:
-        self.numbers[0] = count
+        self.count_in(SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0]), _NUMBERS)
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
@@ -98,9 +81,6 @@ class ReservoirWriter(Writer, Recovers):
         If the writer's write count is lower than the number of time steps in the storage, it is raised to that number.
         If it is higher and the storage is not full, it is lowered to that number.
         """
-        if self._storage not in (None, storage):
-            raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
-        require_packed(storage, "a ReservoirWriter", "use one")
         super().register_storage(storage)
         self._match_storage()
 
@@ -110,10 +90,6 @@ class ReservoirWriter(Writer, Recovers):
         steps = len(storage) // lanes_of(storage).numel() if len(storage) else 0
         if self._write_count < steps or (self._write_count > steps and not torchrl_parts.is_full(storage)):
             self.numbers.values[:_NUMBERS] = steps, 0, 0
-
-    def share_memory_(self) -> None:
-        """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
-        self.numbers.share_memory_()
 
     def choose(self, count: int, steps: int) -> Choice:
         """Choose which of the next ``count`` time steps to store in a storage of ``steps`` time steps."""
@@ -141,7 +117,7 @@ class ReservoirWriter(Writer, Recovers):
 
     def recover(self, storage: Any, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
-        self.planned.settle(storage.ring.publication)
+        super().recover(storage, new)
         self._match_storage()
 
     def add(self, data: Any) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
@@ -215,15 +191,6 @@ class ReservoirWriter(Writer, Recovers):
         if written < 0 or not (-inf < threshold <= 0 and is_chosen):
             raise ValueError(f"the state is not that of a ReservoirWriter: {state_dict}")
         self.numbers.values[:_NUMBERS] = values
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the counters in the folder ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
-
-    def loads(self, path: str | Path) -> None:
-        """Restore a state that :meth:`dumps` saved."""
-        self.load_state_dict(json.loads((Path(path) / _FILE).read_text()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(write_count={self._write_count})"

@@ -112,7 +112,6 @@ class RolloutWriter(TimeWriter):
     """
 
     needs_capacity = True  # a dump loads into the same capacity only
-    state_file = "rollout.json"
     appends = False  # the advantages of a rollout need whole time steps
 
     def __init__(

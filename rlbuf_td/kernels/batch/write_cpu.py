@@ -77,8 +77,9 @@ def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities
 
     Each row follows the newest one of its lane. The data is ``[count, ...]``; for time steps, ``[count, lanes, ...]``
     or, if ``lanes_first``, ``[lanes, count, ...]``. The indices of the rows, in time order, are written to ``index``
-    unless it is 0. ``counts`` are the numbers of a ring writer (0: none), ``priorities`` an ``UPDATE`` record (0: new
-    rows get no priority). The caller ends the write if it ``goes_on``.
+    unless it is 0. ``counts`` are the numbers of a writer in time order (0: none): the steps written so far, and where
+    a :class:`~rlbuf_td.storages.numbers.Planned` plans them. ``priorities`` is an ``UPDATE`` record (0: new rows get no
+    priority). The caller ends the write if it ``goes_on``.
 
     Return the slot of the first time step, or :data:`IN_CELLS`, or why nothing was written.
     """
@@ -93,9 +94,9 @@ def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities
     cells = np.empty(count if lane_ids else count * lanes, np.int64)
     begin_write(block, lanes, steps, more)
     if counts:
-        store(counts + 24, load(counts + 8, np.int64) + (len(cells) if apart else count), np.int64)
+        store(counts + 16, load(counts, np.int64) + (len(cells) if apart else count), np.int64)
         barrier()
-        store(counts + 16, block[PUBLICATION], np.int64)
+        store(counts + 8, block[PUBLICATION], np.int64)
         barrier()
     if apart:
         _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
@@ -115,9 +116,9 @@ def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities
                 note(record_at(ring.episodes), e, before[WRITTEN, e] + skipped, more[e] - skipped, skipped > 0)
     _publish(ring, block, head, cells)
     if counts:
-        store(counts + 8, load(counts + 24, np.int64), np.int64)
+        store(counts, load(counts + 16, np.int64), np.int64)
         barrier()
-        store(counts + 16, np.int64(-1), np.int64)
+        store(counts + 8, np.int64(-1), np.int64)
     if priorities:
         _call(ring.enter, rows, cells, before)
     if not goes_on:
