@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from math import gcd, inf
+from math import gcd
 from queue import Empty, Full
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.buffers.waiting import POLL, Cancels, ShutDown, SlowWrite, refuse_cancelled
+from rlbuf_td.buffers.waiting import Cancels, ShutDown, attempts
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.writers import QueueWriter
 
@@ -97,7 +96,7 @@ class ExperienceQueue(ReplayBuffer):
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""
         self._refuse_blocking(self._batch_size, 1)
-        return self._once_possible(partial(super().add, data), self.timeout)
+        return self._once_possible(partial(super().add, data), self.timeout, slow_write=4)
 
     def extend(
         self, tensordicts: TensorDictBase, *, update_priority: bool | None = None, lanes: None = None
@@ -109,7 +108,7 @@ class ExperienceQueue(ReplayBuffer):
         write = partial(super().extend, tensordicts, update_priority=update_priority, lanes=lanes)
         if isinstance(tensordicts, TensorDictBase) and tensordicts.ndim:
             self._refuse_blocking(self._batch_size, len(tensordicts))
-        return self._once_possible(write, self.timeout)
+        return self._once_possible(write, self.timeout, slow_write=4)
 
     def sample(
         self,
@@ -153,23 +152,21 @@ class ExperienceQueue(ReplayBuffer):
         timeout: float | None,
         own_size: int | None = None,
         cancel_event: Cancels | None = None,
+        slow_write: int = 0,
     ) -> Result:
-        """Repeat ``call`` while it raises Full or Empty, for up to ``timeout`` seconds; return its result.
+        """Repeat ``call`` while it raises Full or Empty, as :func:`attempts` does; return its result.
 
         ``own_size`` is the size of a batch that is not :attr:`batch_size`, against which writes are not checked.
         """
-        deadline, slow_write = inf if timeout is None else time.monotonic() + timeout, SlowWrite()
+        reason = ""
+        again = attempts(timeout, lambda: reason, cancel_event, slow_write=slow_write)
+        next(again)
         while True:
             if self._initialize().writer.is_closed:
                 raise ShutDown("the queue has been shut down")
-            refuse_cancelled(cancel_event)
             try:
                 return call()
             except (Full, Empty) as error:
-                if isinstance(error, Full):
-                    text = f"{error}. Sample in another thread or process, or make the storage larger"
-                    slow_write.check(lambda text=text: text, stacklevel=3)
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"{error}, for {timeout} seconds") from None
-                self._refuse_blocking(own_size, self.parts.writer.largest_write)
-            time.sleep(POLL)
+                reason = str(error)
+            next(again)
+            self._refuse_blocking(own_size, self.parts.writer.largest_write)

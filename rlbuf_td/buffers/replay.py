@@ -958,7 +958,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return flow.admit_insert(rows, self.storage.ring.publication)
 
         count_wait, reason = partial(flow.count_wait, of_sample=False), partial(flow.why_no_write, rows)
-        with waiting.admitted(admit, self._replay_lock, reason, None, count_wait=count_wait, is_write=True):
+        with waiting.admitted(admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8):
             try:
                 yield
                 flow.inserts.take()

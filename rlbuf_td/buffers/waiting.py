@@ -43,27 +43,35 @@ class Cancels(Protocol):
     def is_set(self) -> bool: ...
 
 
-def refuse_cancelled(event: Cancels | None) -> None:
-    if event is not None and event.is_set():
-        raise Cancelled("the cancel_event of this call was set")
-
-
-class SlowWrite:
-    """Warns once if a write waits for longer than ``PATIENCE`` seconds."""
-
-    def __init__(self) -> None:
-        self._due = time.monotonic() + PATIENCE
-
-    def check(self, reason: Callable[[], str], stacklevel: int) -> None:
-        """Warn with ``reason()``, which says what the write waits for and what to do, if it is time."""
-        if time.monotonic() >= self._due:
-            self._due = inf
-            warn_of_slow_write(reason(), stacklevel + 1)
-
-
 def warn_of_slow_write(reason: str, stacklevel: int) -> None:
     waited = f"a write has waited for {PATIENCE:g} seconds, and goes on waiting"
     warnings.warn(f"{waited}: {reason}", stacklevel=stacklevel + 1)
+
+
+def attempts(
+    timeout: float | None, reason: Callable[[], str], cancel_event: Cancels | None = None, *, slow_write: int = 0
+) -> Iterator[None]:
+    """Yield at once, and then every millisecond, for up to ``timeout`` seconds, so that the caller tries again.
+
+    Args:
+        timeout: seconds after which a TimeoutError with ``reason()`` is raised; None: never.
+        reason: says what the call waits for, and what to do.
+        cancel_event: raise a :class:`Cancelled` error if its ``is_set()`` returns True.
+        slow_write: the stack level of the user's write, which warns once if it waits for ``PATIENCE`` seconds; 0: none.
+    """
+    begin = time.monotonic()
+    deadline, warn_at = inf if timeout is None else begin + timeout, begin + PATIENCE if slow_write else inf
+    while True:
+        if cancel_event is not None and cancel_event.is_set():
+            raise Cancelled("the cancel_event of this call was set")
+        yield
+        now = time.monotonic()
+        if now >= deadline:
+            raise TimeoutError(f"waited for {timeout:.3g} seconds: {reason()}")
+        if now >= warn_at:
+            warn_at = inf
+            warn_of_slow_write(reason(), slow_write)
+        time.sleep(POLL)
 
 
 @contextmanager
@@ -75,27 +83,17 @@ def admitted(
     *,
     count_wait: Callable[[], None] | None = None,
     cancel_event: Cancels | None = None,
-    is_write: bool = False,
+    slow_write: int = 0,
 ) -> Iterator[None]:
-    """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held.
+    """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held; see :func:`attempts`.
 
-    ``admit`` is called again every millisecond, for up to ``timeout`` seconds; then a TimeoutError with ``reason()`` is
-    raised. If ``cancel_event.is_set()`` returns True before, a :class:`Cancelled` error is raised.
+    ``count_wait`` is called if this is not at once.
     """
-    deadline = inf if timeout is None else time.monotonic() + timeout
-    slow_write = SlowWrite() if is_write else None
-    while True:
-        refuse_cancelled(cancel_event)
+    for _ in attempts(timeout, reason, cancel_event, slow_write=slow_write):
         with lock:
             if admit():
                 yield
                 return
             if count_wait is not None:
                 count_wait()
-            why = reason() if time.monotonic() >= deadline else None
         count_wait = None
-        if why is not None:
-            raise TimeoutError(f"no batch within {timeout:.3g} seconds: {why}")
-        if slow_write is not None:
-            slow_write.check(reason, stacklevel=7)
-        time.sleep(POLL)

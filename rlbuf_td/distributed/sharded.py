@@ -356,7 +356,7 @@ class Limiter(FlowControl):
         self.count_wait(of_sample=of_sample)
         while not admit():
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"no batch within {timeout:.3g} seconds: {reason()}")
+                raise TimeoutError(f"waited for {timeout:.3g} seconds: {reason()}")
             await asyncio.sleep(_POLL)
 
     async def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:

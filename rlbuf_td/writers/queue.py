@@ -101,7 +101,8 @@ class QueueWriter(TimeWriter):
         if count > steps:
             raise ValueError(f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it")
         if count > steps - self.waiting:
-            raise Full(f"{count} rows do not fit: {self.waiting} of {steps} wait to be taken")
+            remedy = "sample in another thread or process, or make the storage larger"
+            raise Full(f"{count} rows do not fit, because {self.waiting} of {steps} wait to be taken: {remedy}")
         if count > self.numbers[_LARGEST]:
             self.numbers[_LARGEST] = count
 

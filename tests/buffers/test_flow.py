@@ -98,7 +98,7 @@ def test_a_batch_waits_for_rows_and_for_permission():
 
 def test_a_buffer_without_flow_control_waits_for_its_first_row():
     rb = buffer()
-    with pytest.raises(TimeoutError, match=r"no batch within 0.01 seconds: the buffer is empty"):
+    with pytest.raises(TimeoutError, match=r"waited for 0.01 seconds: the buffer is empty"):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
     assert "inserts" not in rb.health()

@@ -208,7 +208,7 @@ def test_flow_control_holds_for_a_racing_writer_and_a_learner():
     with ShardedReplayBuffer(1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500) as rb:
         with pytest.raises(RuntimeError, match="does not admit a batch of 64 rows"):
             rb.sample()
-        with pytest.raises(TimeoutError, match=r"no batch within 0.05 seconds: the buffer is empty"):
+        with pytest.raises(TimeoutError, match=r"waited for 0.05 seconds: the buffer is empty"):
             rb.sample(wait=True, timeout=0.05)
         writer = Writer(rb.client(), 0)
         writer.write(0.01, 100)  # the first write waits until the shard has loaded its kernels

@@ -382,7 +382,7 @@ REFUSALS: Table = {
     ],
     ("ReplayBuffer.sample of no rows", fresh): [
         (lambda rb: rb.sample(), RuntimeError, "empty storage: extend the buffer first"),
-        (lambda rb: rb.sample(wait=True, timeout=0.01), TimeoutError, "no batch within .* the buffer is empty"),
+        (lambda rb: rb.sample(wait=True, timeout=0.01), TimeoutError, "waited for .* the buffer is empty"),
     ],
     **{("ReplayBuffer.update_tensordict_priority", make): [
         (update(td_error=None), KeyError, "no 'td_error'"),
@@ -491,10 +491,10 @@ REFUSALS: Table = {
     ("ExperienceQueue, in use", queue): [
         (lambda rb: rb.extend(steps(17)), ValueError, "17 rows never fit into a queue of 16"),
         (lambda rb: rb.extend(steps(2, y=zeros(2))), SchemaError, "'y'"),
-        (lambda rb: rb.extend(steps(12)), TimeoutError, "12 rows do not fit: 5 of 16 wait to be taken, for 0.01"),
+        (lambda rb: rb.extend(steps(12)), TimeoutError, "waited for 0.01 seconds: 12 rows do not fit, because 5 of 16"),
         (lambda rb: rb.extend(steps(15)), ValueError, "writes of 15 rows and batches of 4 can wait .* at least 18"),
-        (lambda rb: rb.sample(6), TimeoutError, "a batch has 6 rows, and 5 wait, for 0.01 seconds"),
-        (lambda rb: rb.sample(6, wait=False), TimeoutError, "a batch has 6 rows, and 5 wait, for 0.0 seconds"),
+        (lambda rb: rb.sample(6), TimeoutError, "waited for 0.01 seconds: a batch has 6 rows, and 5 wait"),
+        (lambda rb: rb.sample(6, wait=False), TimeoutError, "waited for 0 seconds: a batch has 6 rows, and 5 wait"),
         (lambda rb: rb.sample(17), ValueError, "a queue of 16 rows never holds a batch of 17"),
         (lambda rb: rb.sample(-1), ValueError, "batch_size must be a whole number, at least 0, got -1"),
         (lambda rb: rb.set_sampler(td.UniformSampler()), ValueError, "has no sampler and no writer of its own"),
@@ -505,7 +505,7 @@ REFUSALS: Table = {
         (lambda rb: rb.sample(), RuntimeError, "shut"), (lambda rb: rb.extend(steps(1)), RuntimeError, "shut"),
     ],
     ("QueueWriter, empty", lambda: queue_parts(0)): [(lambda rb: rb.sample(), Empty, "a batch has 2 rows, and 0 wait")],
-    ("QueueWriter, full", lambda: queue_parts(2)): [(lambda rb: rb.add(steps()), Full, "1 rows do not fit: 2 of 2")],
+    ("QueueWriter, full", lambda: queue_parts(2)): [(lambda rb: rb.add(steps()), Full, "do not fit, because 2 of 2")],
     ("ReplayBuffer(samples_per_insert=)", lambda: fresh(samples_per_insert=4.0, tolerance=16, min_size=5)): [
         (lambda rb: rb.extend(steps(5)), ValueError, "a write of 5 rows could block forever"),
         (lambda rb: rb.sample(), RuntimeError, "too few rows|empty"),

@@ -278,7 +278,7 @@ REFUSALS: Table = {
     ],
     ("EpisodeSampler, drawn", lambda: filled(td.EpisodeSampler())): [
         (lambda rb: rb.sample(), RuntimeError, "no complete episode: write until one ends, or use finished_only=False"),
-        (lambda rb: rb.sample(wait=True, timeout=0.01), TimeoutError, "no batch within .*: EpisodeSampler cannot draw"),
+        (lambda rb: rb.sample(wait=True, timeout=0.01), TimeoutError, "waited for .*: EpisodeSampler cannot draw"),
     ],
     ("EpisodeSampler, drawn", lambda: filled(td.EpisodeSampler(gamma=0.9), episodes().exclude(("next", "reward")))): [
         (lambda rb: rb.sample(), KeyError, "returns to go need"),
