@@ -132,6 +132,11 @@ def address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor as compiled code reads it: contiguous, on the CPU, neither conjugated nor negated lazily."""
+    return Tensor.contiguous(tensor.as_subclass(Tensor).cpu().resolve_conj().resolve_neg())
+
+
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return :func:`address_of` each of several contiguous tensors."""
     return _places(tensors, map(_nbytes_of, tensors)) or [*map(address_of, tensors)]

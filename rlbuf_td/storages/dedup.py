@@ -140,8 +140,6 @@ class DedupLayout:
         self.stored = RowLayout(row, 0)
         #: Indices of the leaves that a stored row keeps, in the order of the stored row.
         self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_NAMES,)]
-        #: For each key of each group: the leaf index of the observation and, if stored, of the next observation.
-        self.given = [tuple(layout.places[p] for p in _sides(group, key)) for group in chosen for key in group.keys]
         self.names_slot = self.stored.places[(ENTRY_NAMES,)]
         self.groups, self.parts = self._groups_and_parts()
         own = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_NAMES,) and leaf.nbytes]

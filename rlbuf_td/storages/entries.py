@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.kernels.host_memory import address_of, addresses_of, on_host
 from rlbuf_td.kernels.rows import ask_for_entries
-from rlbuf_td.kernels.rows.entries import Source, Stored
+from rlbuf_td.kernels.rows.entries import Stored
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.schema import SchemaError
 
@@ -170,12 +170,10 @@ class Entries:
         """
         from rlbuf_td.kernels.rows import entries_cpu
 
-        # The tensors are kept alive for the loop.
-        given = [[_dense(leaves[slot]) for slot in slots] for slots in self._dedup.given]
-        sources = np.array([[_source(sides[0]), _source(sides[-1])] for sides in given], np.int64)
-        cells = cells.contiguous()
+        given = [*map(on_host, leaves)]  # kept alive for the loop
+        places, cells = np.array(addresses_of(given)), cells.contiguous()
         self.begin(head)
-        entries_cpu.write(self.address, sources, head.ctypes.data, address_of(cells), len(cells))
+        entries_cpu.write(self.address, places.ctypes.data, head.ctypes.data, address_of(cells), len(cells))
         self.end()
 
     def link(self, head: np.ndarray) -> None:
@@ -279,13 +277,3 @@ def _walk(following: list[int], first: int) -> list[int]:
         chunks.append(first)
         first = following[first]
     return chunks
-
-
-def _dense(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a leaf ``[B, ...]`` with contiguous rows; copy only if necessary."""
-    leaf = leaf.cpu().resolve_conj().resolve_neg()
-    return leaf if leaf[:1].is_contiguous() else leaf.contiguous()
-
-
-def _source(leaf: torch.Tensor) -> Source:
-    return Source(address=leaf.data_ptr(), pitch=leaf.stride(0) * leaf.element_size())

@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
-from rlbuf_td.kernels.host_memory import HostTensors, addresses_of
+from rlbuf_td.kernels.host_memory import HostTensors, addresses_of, on_host
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.listeners import Listener, Listeners, Then
@@ -196,7 +196,7 @@ class CompiledWrites(WritePlan):
         leaves, unknown = self.rows.layout.find(data)
         places = None if unknown or self.needs_copies else expected.addresses(leaves)
         if places is None:
-            leaves = [_on_host(leaf) for leaf in self.rows.layout.collect(data, lead)]
+            leaves = [on_host(leaf) for leaf in self.rows.layout.collect(data, lead)]
             places = addresses_of(leaves)
         self.set_sources(self.sources.data, 0, *places)
         return leaves
@@ -288,11 +288,6 @@ def unwritable(storage: Any) -> str:
     if storage.episodes is not None and not storage.episodes.address:
         return "episodes are noted with torch"
     return f"the rows have ndim={storage.ndim}, above 2" if storage.ndim > 2 else ""
-
-
-def _on_host(leaf: Tensor) -> Tensor:
-    """Return a tensor as compiled code reads it."""
-    return torch.Tensor.contiguous(leaf.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg())
 
 
 def refuse_lanes(lane: np.ndarray, lanes: int) -> None:

@@ -21,7 +21,6 @@ from rlbuf_td.kernels.compiled import (
     inlined,
     kernel,
     load,
-    load_fields,
     pointer,
     store,
     stream_bytes,
@@ -31,7 +30,6 @@ from rlbuf_td.kernels.rank_order import LARGEST, ORDER
 from rlbuf_td.kernels.rank_order.cpu import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu import update as update_order
 from rlbuf_td.kernels.rows import entries_cpu
-from rlbuf_td.kernels.rows.entries import Group, Part, Source, Stored
 from rlbuf_td.kernels.serials import (
     AFTER,
     DIRTY,
@@ -67,7 +65,7 @@ class _Rows(NamedTuple):
     head: int  # of the ring, before the write
 
 
-_WORDS, _FIELDS = len(_Rows._fields), len(Source._fields)
+_WORDS = len(_Rows._fields)
 _ROWS = np.dtype([(name, np.int64) for name in _Rows._fields])
 
 
@@ -261,16 +259,7 @@ def write_entries(rows):
     """Store the deduplicated observations of rows whose other bytes have been stored."""
     given = carray(pointer(rows), 1, _ROWS)[0]
     ring = carray(pointer(given.ring), 1, RING)[0]
-    stored = load_fields(ring.entries, 0, Stored)
-    sources = np.zeros((stored.part_count, 2, _FIELDS), np.int64)
-    for g in range(stored.group_count):
-        group = load_fields(stored.groups, g, Group)
-        for p in range(group.first_part, group.past_part):
-            part = load_fields(stored.parts, p, Part)
-            for side in range(group.sides):
-                sources[p, side, 0] = load(ring.sources + 8 * (part.next if side else part.root), np.int64)
-                sources[p, side, 1] = part.inner * part.outer * group.pieces
-    entries_cpu.write(ring.entries, sources, given.head, given.cells, given.size)
+    entries_cpu.write(ring.entries, ring.sources, given.head, given.cells, given.size)
 
 
 @Callback

@@ -66,13 +66,6 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class Source(NamedTuple):
-    """Where the values of one key to write are: the address of the first, and the bytes from one row to the next."""
-
-    address: int
-    pitch: int
-
-
 class Stored(NamedTuple):
     """The rows, ``total`` of ``row_bytes`` bytes, ``lanes`` per time step, and the addresses of three arrays."""
 

@@ -23,7 +23,7 @@ from rlbuf_td.kernels.compiled import (
     same_bytes,
     store,
 )
-from rlbuf_td.kernels.rows.entries import Group, Part, Run, Source, Stored
+from rlbuf_td.kernels.rows.entries import Group, Part, Run, Stored
 
 _ROWS, _ENTRIES = 20, 8  # a row is prefetched 20 rows before its use, its entries 8 rows before
 _MOST_LINES = 4  # cache lines of an entry to prefetch: the hardware prefetches the following ones
@@ -197,16 +197,16 @@ def link(address, head):
 class Data(NamedTuple):
     """The observations of row ``row`` of the data to write."""
 
-    sources: int  # address of two `Source` per part, one per side
+    leaves: int  # address of the addresses of the leaves
     parts: int
     row: int | np.int64
 
 
 @inlined
-def _given(data, side, p):
-    """Return the address of the values of part ``p`` in the observation of side ``side``."""
-    source = load_fields(data.sources, 2 * p + side, Source)
-    return source.address + data.row * source.pitch
+def _given(group, data, part, side):
+    """Return the address of the values of a part in the observation of side ``side``."""
+    leaf = load(data.leaves + 8 * (part.next if side else part.root), np.int64)
+    return leaf + data.row * part.inner * part.outer * group.pieces
 
 
 @inlined
@@ -214,7 +214,7 @@ def _is_entry(group, data, side, name, piece):
     at = _entry(group, name)
     for p in range(group.first_part, group.past_part):
         part = load_fields(data.parts, p, Part)
-        given = _given(data, side, p) + piece * part.inner
+        given = _given(group, data, part, side) + piece * part.inner
         for o in range(part.outer):
             if not same_bytes(at + part.into + o * part.inner, given + o * part.pitch, part.inner):
                 return False
@@ -228,7 +228,7 @@ def _new_entry(group, data, side, piece, ends):
     at = _entry(group, name)
     for p in range(group.first_part, group.past_part):
         part = load_fields(data.parts, p, Part)
-        given = _given(data, side, p) + piece * part.inner
+        given = _given(group, data, part, side) + piece * part.inner
         for o in range(part.outer):
             copy_bytes(at + part.into + o * part.inner, given + o * part.pitch, part.inner)
     return name
@@ -302,9 +302,9 @@ def _expect_ends(group, ends):
 
 
 @kernel
-def _write_group(stored, group, sources, head, cells, count, more, ends):
+def _write_group(stored, group, leaves, head, cells, count, more, ends):
     """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and ``ends`` is memory for them."""
-    given, ends_at = address_of(sources), address_of(ends)
+    ends_at = address_of(ends)
     for lane in range(stored.lanes):
         if more[lane]:
             _find_ends(stored, group, ends_at + 8 * _ENDS * lane, lane, head, more[lane])
@@ -315,17 +315,17 @@ def _write_group(stored, group, sources, head, cells, count, more, ends):
         cell = load(cells + 8 * i, np.int64)
         if cell >= 0:
             at = ends_at + 8 * _ENDS * (cell % stored.lanes)
-            _put(stored, group, Data(given, stored.parts, np.int64(i)), _names_of(stored, group, cell), at)
+            _put(stored, group, Data(leaves, stored.parts, np.int64(i)), _names_of(stored, group, cell), at)
             store(at + _ROW, cell, np.int64)
 
 
 @kernel
-def write(address, sources, head, cells, count):
+def write(address, leaves, head, cells, count):
     """Write the observations of ``count`` new rows to entries, and the names of these entries to the rows.
 
     Args:
         address: that of a :class:`Stored`.
-        sources: ``[parts, 2, 2]`` int64, a :class:`Source` for each part and side.
+        leaves: address of the addresses of the leaves of whole rows, contiguous.
         head: address of ``[2, E]`` int64: the serials of the oldest row of each lane, and of the row to write next,
             before this write; the row with a serial is in time step ``serial % T``.
         cells: address of flat indices, those of a lane in the order of their serials; rows with -1 are not stored. A
@@ -341,4 +341,4 @@ def write(address, sources, head, cells, count):
     for g in range(stored.group_count):
         ends = np.zeros((stored.lanes, _ENDS), np.int64)
         group = load_fields(stored.groups, g, Group)
-        _write_group(stored, group, sources, head, cells, count, more, ends)
+        _write_group(stored, group, leaves, head, cells, count, more, ends)
