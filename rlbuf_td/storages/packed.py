@@ -575,7 +575,7 @@ class PackedStorage(LazyTensorStorage):
         single: bool = False,
         lanes: Any = None,
         lanes_first: bool = False,
-        anew: bool = False,
+        from_slot: int | None = None,
         tells: bool = True,
         record: Record | None = None,
     ) -> Any:
@@ -589,7 +589,7 @@ class PackedStorage(LazyTensorStorage):
             single: whether ``data`` is one time step ``[*lanes]``.
             lanes: the lane of each row, ``[n]`` integers, those of a lane in time order; or one lane for all rows.
             lanes_first: whether ``data`` is ``[E, n]``.
-            anew: whether the rows so far are removed.
+            from_slot: remove the rows so far, and begin at this slot; unless it is 0, the data must fill all slots.
             tells: whether the buffers of the storage are told of the rows.
             record: see ``WritePlan.write``.
 
@@ -621,10 +621,12 @@ class PackedStorage(LazyTensorStorage):
                 lead = own + size[1:2]
             else:
                 lead = size[:1] + own
-            if anew or type(lanes) is Beginning:
+            if from_slot is not None or type(lanes) is Beginning:
                 plan.rows.layout.collect(data, lead)  # refuses the data before anything changes
-                if anew:
-                    self.ring.empty()
+                if from_slot is not None:
+                    if self.episodes is not None and from_slot != self.ring.cursor:
+                        self.episodes.lose_predecessors()
+                    self.ring.empty(from_slot)
                     plan.rows.forget()
                 elif self.episodes is not None:  # another actor takes the lane over
                     self.episodes.end(lanes)
@@ -666,19 +668,29 @@ class PackedStorage(LazyTensorStorage):
             if then is not None:
                 then.tell()
 
-    def scatter(self, slots: torch.Tensor, copy: Callable[[], object], then: Then | None = None) -> None:
-        """Write time steps to slots elsewhere than after the newest one; see :meth:`publish`."""
-        ring = self.ring
+    def scatter(self, steps: torch.Tensor, data: TensorDictBase, then: Then | None = None) -> None:
+        """Write time steps ``[n, *lanes]`` to the slots ``steps``, in host memory; the rows then lose time order.
+
+        A process that dies meanwhile does what :meth:`publish` says. The caller holds the lock; ``then`` is what a
+        writer does with the write.
+        """
+        rows, ring, data = self.all_rows(), self.ring, self.as_rows(data, self.ndim)
+        leaves = rows.layout.collect(data, steps.shape + rows.lanes)
+        if self.dedup is not None:
+            raise SchemaError(
+                f"cannot write at step {steps[0]}: deduplicated rows are written in order, and the next step is "
+                f"{ring.cursor}; leave out share_next and frames to write anywhere"
+            )
         if ring.holes:
             raise RuntimeError(
                 "rows that a write was about to replace are gone, because it did not end: write in time order until "
                 "newer rows have filled their places"
             )
         with self._writing():
-            cells = ring.begin_scattered(slots)
+            cells = ring.begin_scattered(steps.to(rows.matrix.device))
             if then is not None:
                 then.plan(ring.publication)
-            copy()
+            rows.replace_(rows.cells_at(steps), leaves)
             ring.publish(cells)
             self.tell_lost_order()
             self._bump_mutation_revision()
@@ -723,14 +735,7 @@ class PackedStorage(LazyTensorStorage):
             for each in listeners_of(self):
                 each.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
-    def set(
-        self,
-        cursor: Any,
-        data: TensorDictBase | Sequence[TensorDictBase],
-        *,
-        set_cursor: bool = True,
-        then: Then | None = None,
-    ) -> None:
+    def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
 
         Args:
@@ -742,7 +747,6 @@ class PackedStorage(LazyTensorStorage):
                 them without gaps. Steps that do not follow the newest one give up time order, see
                 :attr:`in_time_order`. Pass ``False`` to edit stored rows: they keep their age and their priorities. A
                 process that is killed during such an edit may leave these rows half changed.
-            then: what a writer does with the write, if these are new time steps.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -764,34 +768,15 @@ class PackedStorage(LazyTensorStorage):
             steps = as_steps(cursor, total, 0 if self.rows is None else self.ring.longest, set_cursor)
             if not single and data.batch_size[:1] != steps.shape:
                 raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
-            rows = self._admit(data, single)
-            if set_cursor:
-                return self._set_steps(steps, data, single, then)
-            cells = rows.cells_at(torch.from_numpy(steps))
-            self._replace(cells[0] if single else cells, data)
-
-    def _set_steps(self, steps: np.ndarray, data: TensorDictBase, single: bool, then: Then | None) -> None:
-        """Write new time steps, ``[n]``; they give up time order unless they follow the newest one."""
-        rows, ring = self.all_rows(), self.ring
-        leaves = rows.layout.collect(data, rows.lanes if single else torch.Size((len(steps), *rows.lanes)))
-        is_next, is_range = steps[0] == ring.cursor, (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all()
-        if then is None and is_range and (is_next or len(steps) >= ring.steps):
-            if not is_next:  # others fill all slots
-                if self.episodes is not None:
-                    self.episodes.lose_predecessors()
-                ring.empty(int(steps[0]))
-                rows.forget()
-            self.advance(data, single=single, tells=False)
-            return
-        if self.dedup is not None:
-            raise SchemaError(
-                f"cannot write at step {steps[0]}: deduplicated rows are written in order, and the next step is "
-                f"{ring.cursor}; leave out share_next and frames to write anywhere"
-            )
-        if single:
-            leaves = [leaf[None] for leaf in leaves]
-        slots = torch.from_numpy(steps)
-        self.scatter(slots.to(rows.matrix.device), partial(rows.replace_, rows.cells_at(slots), leaves), then)
+            rows, ring = self._admit(data, single), self.ring
+            if not set_cursor:
+                cells = rows.cells_at(torch.from_numpy(steps))
+                return self._replace(cells[0] if single else cells, data)
+            first, is_range = int(steps[0]), (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all()
+            if is_range and (first == ring.cursor or len(steps) >= ring.steps):
+                self.advance(data, single=single, from_slot=None if first == ring.cursor else first, tells=False)
+            else:
+                self.scatter(torch.from_numpy(steps), data.unsqueeze(0) if single else data)
 
     def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
         """Replace the rows at flat indices of any shape."""

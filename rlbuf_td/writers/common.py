@@ -88,7 +88,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     """
 
     appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
-    begins_anew = False  # whether the next write removes the rows so far
+    begins_anew = False  # whether the next write, to the first slot, removes the rows so far
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.count_in(SharedNumbers("q", [0, -1, 0, 0]))
@@ -124,7 +124,8 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         return self._write(data)
 
     def _write(self, data: Any, single: bool = False) -> Any:
-        index = self._storage.advance(data, self.planned, anew=self.begins_anew, single=single)
+        from_slot = 0 if self.begins_anew else None
+        index = self._storage.advance(data, self.planned, from_slot=from_slot, single=single)
         if self.counts_generations:
             lanes = lanes_of(self._storage).numel()
             self._bump_generation(index[::lanes, 0] if self._storage.ndim > 1 else index, data)

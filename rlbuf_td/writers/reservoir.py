@@ -149,7 +149,8 @@ class ReservoirWriter(CountingWriter):
             newest = {slot: at for at, slot in choice.kept}
             slots, rows = torch.tensor([[*newest], [*newest.values()]], device="cpu")
             kept = reshaped(without_index(data), lambda each: each[rows.to(each.device)])
-            storage.set(slots, kept, then=self._then(choice.state, slots))
+            with storage.lock:
+                storage.scatter(slots, kept, self._then(choice.state, slots))
             for position, slot in choice.kept:
                 index[position] = slot
         else:
@@ -164,8 +165,6 @@ class ReservoirWriter(CountingWriter):
 
         def take() -> None:
             self.planned.take()
-            if after[0] > self._storage.all_rows().steps:
-                self._storage.lose_order()  # even where the new row happens to follow the newest
             index = self._replicate_index(slots)
             for listener in torchrl_parts.listeners_of(self._storage):
                 listener.mark_update(index)
