@@ -63,12 +63,6 @@ class EpisodeKeys(NamedTuple):
     def of(cls, done_key: NestedKey, traj_key: NestedKey | None) -> EpisodeKeys:
         return cls(as_tuple(done_key), None if traj_key is None else as_tuple(traj_key))
 
-    def flags_in(self, layout: RowLayout) -> list[Key]:
-        """Return the keys of the stored flags that end an episode."""
-        beside = self.done_key[:-1]
-        parts: list[Key] = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if key in layout.places]
-        return [self.done_key] if self.done_key in layout.places else parts
-
     def find(self, layout: RowLayout, deduplicated: Mapping[Key, Leaf], ndim: int) -> tuple[list[Key], Key | None]:
         """Return the keys of the stored flags, and of the stored ids.
 
@@ -86,7 +80,9 @@ class EpisodeKeys(NamedTuple):
         if name is not None and (name.shape.numel() != 1 or name.dtype in _NO_NAMES or name.dtype.is_floating_point):
             got = kind(name.dtype, name.shape)
             raise TypeError(f"trajectory ids {self.traj_key} must be one integer per row, got {got} per row")
-        flags = self.flags_in(layout)
+        beside = self.done_key[:-1]
+        parts: list[Key] = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if key in leaf_of]
+        flags = [self.done_key] if self.done_key in leaf_of else parts
         for key in flags:
             if leaf_of[key].dtype is not torch.bool:
                 got = kind(leaf_of[key].dtype, leaf_of[key].shape)

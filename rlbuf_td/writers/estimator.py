@@ -65,7 +65,10 @@ class RolloutEstimator:
             ends[:-1] |= absent[1:]
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
         inputs = value, next_value, reward, ends, terminated
-        advantage, target = self._gae(inputs, ndim) if self.own is None else self._call_own(rows, inputs, ndim)
+        if self.own is None:
+            advantage, target = generalized_advantage_estimate(self.gamma, self.lmbda, *inputs, time_dim=0)
+        else:
+            advantage, target = self._call_own(rows, inputs, ndim)
         if absent is not None:
             advantage, target = advantage.masked_fill(absent, 0), target.masked_fill(absent, 0)
         return Estimates(value, advantage, target, asked + more, mask)
@@ -189,17 +192,9 @@ class RolloutEstimator:
             raise SchemaError(f"the value network writes {list(network.out_keys)}, not {self.value_key!r}")
         return out.to(next(iter(entries.values())).device)
 
-    def _gae(self, inputs: tuple[Tensor, ...], ndim: int) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets; time is dim 0."""
-        value = inputs[0]
-        by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
-        tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)
-        advantage, target = generalized_advantage_estimate(self.gamma, self.lmbda, *tensors, time_dim=int(by_lane))
-        return (advantage.transpose(0, 1), target.transpose(0, 1)) if by_lane else (advantage, target)
-
     @torch.no_grad()
     def _call_own(self, rows: TensorDictBase, inputs: tuple[Tensor, ...], ndim: int) -> tuple[Tensor, Tensor]:
-        """Like :meth:`_gae`, by the user's estimator, which gets and returns ``[*lanes, T, *F]``."""
+        """Return what the user's estimator computes, which gets and returns ``[*lanes, T, *F]``; time is dim 0 here."""
         next_key = ("next", *((self.value_key,) if isinstance(self.value_key, str) else self.value_key))
         data = rows.copy()
         for key, x in zip(
