@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.storages.checks import require_packed, saved_number, state_of
-from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
@@ -127,7 +126,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         from_slot = 0 if self.begins_anew else None
         index = self._storage.advance(data, self.planned, from_slot=from_slot, single=single)
         if self.counts_generations:
-            lanes = lanes_of(self._storage).numel()
+            lanes = self._storage.ring.lanes
             self._bump_generation(index[::lanes, 0] if self._storage.ndim > 1 else index, data)
         return index
 

@@ -11,7 +11,6 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import state_of
-from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Then
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
@@ -87,7 +86,7 @@ class ReservoirWriter(CountingWriter):
     def _match_storage(self) -> None:
         """Correct the write count if the storage has other rows than this writer wrote; a new sample then starts."""
         storage = self._storage
-        steps = len(storage) // lanes_of(storage).numel() if len(storage) else 0
+        steps = storage.ring.longest
         if self._write_count < steps or (self._write_count > steps and not torchrl_parts.is_full(storage)):
             self.numbers.values[:_NUMBERS] = steps, 0, 0
 

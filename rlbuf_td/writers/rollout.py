@@ -13,7 +13,6 @@ from torch import Tensor
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.episodes import STALE
-from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.keys import as_tuple, is_key, nested_key
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 from rlbuf_td.storages.writes import stacked
@@ -151,7 +150,7 @@ class RolloutWriter(TimeWriter):
     @property
     def steps(self) -> int:
         """Number of written steps of the current rollout, from 0 to T."""
-        return len(self._storage) // lanes_of(self._storage).numel() if len(self._storage) else 0
+        return self._storage.ring.longest
 
     @property
     def begins_anew(self) -> bool:  # pyrefly: ignore [bad-override]
