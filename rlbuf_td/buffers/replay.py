@@ -1225,7 +1225,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 f"{self.dim_extend}): use rb[key] = value, or rb.storage.edit(change, index), which takes [T, E]"
             )
         self._refuse_rounding({key: value})
-        self.storage.edit(lambda data: setitem(data.get(key), ..., value), index)
+        self.storage.edit(lambda data: setitem(data[key], ..., value), index)  # pyrefly: ignore [no-matching-overload]
         return self
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
