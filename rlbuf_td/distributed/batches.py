@@ -56,9 +56,6 @@ def importance_weights(probability: Tensor, least: float, rows: int, beta: float
     return (probability / unit).pow(-beta).to(torch.float32)
 
 
-SHARD, INCARNATION, ROW, STAMP = range(4)  # the columns of a batch's "index"
-
-
 class Batches:
     """One or more batches, drawn with one request to each shard."""
 

@@ -17,9 +17,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
-from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, STAMP, Batches, Split, split
+from rlbuf_td.distributed.batches import Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links
-from rlbuf_td.distributed.shard import Report, Request, Spec, layout_named, named, pack
+from rlbuf_td.distributed.shard import ROW, SHARD, Report, Request, Spec, layout_named, named, pack
 from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.storages import SchemaError
@@ -215,15 +215,11 @@ class Client:
         self._errors.clear()
         requests = {}
         for place in fractions.keys() | set(np.unique(handles[:, SHARD]).tolist()):
-            report, mine = known[place], handles[:, SHARD] == place
-            if report is None:
+            mine = handles[:, SHARD] == place
+            if known[place] is None:
                 self.stale += int(mine.sum())
                 continue
-            current = mine & (handles[:, INCARNATION] == report.incarnation)
-            self.stale += int(mine.sum() - current.sum())
-            columns = handles[current, ROW], handles[current, STAMP], errors[current]
-            sent = columns if len(columns[0]) else None
-            request = Request(fractions.get(place, _NO_ERRORS), report.incarnation, largest, sent)
+            request = Request(fractions.get(place, _NO_ERRORS), largest, handles[mine], errors[mine])
             requests[place] = (pickle.dumps(request, 5),)
         return self.links.start("answer", requests)
 

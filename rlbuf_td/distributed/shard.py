@@ -29,6 +29,7 @@ from rlbuf_td.writers import RingWriter
 _IDLE = 10.0  # seconds without a request after which a shard stores received rows at once
 _AT_ONCE = 16 << 20  # bytes of rows of a dump that are written at once
 _NOTHING = np.empty(0, np.float64)
+SHARD, INCARNATION, ROW, STAMP = range(4)  # the columns of a batch's "index"
 
 
 class Spec(NamedTuple):
@@ -111,9 +112,9 @@ class Request(NamedTuple):
     """A request for k draws, with TD errors of earlier batches."""
 
     fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
-    incarnation: int = -1  # the shard's incarnation when the rows of the TD errors were drawn
     largest: float = -1.0  # largest TD error magnitude in any shard, which new rows get
-    errors: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # [n] each: rows, their stamps, errors
+    handles: np.ndarray = _NOTHING  # [n, 4] int64: rows, as in the "index" of batches
+    errors: np.ndarray = _NOTHING  # [n] float64: their TD errors
 
 
 class Drawn(NamedTuple):
@@ -288,11 +289,11 @@ class Shard:
             return
         priorities = self._prioritized.priorities
         priorities.largest = max(priorities.largest, request.largest)
-        if request.errors is not None and request.incarnation != self.incarnation:
-            self._stale += len(request.errors[0])
-        elif request.errors is not None:
-            flat, stamp, error = (torch.from_numpy(part.copy()) for part in request.errors)
-            self.buffer._update_sampled(flat, error, stamp)
+        if len(request.errors):
+            current = request.handles[:, INCARNATION] == self.incarnation
+            self._stale += int((~current).sum())
+            flat, stamp = (torch.from_numpy(request.handles[current, column]) for column in (ROW, STAMP))
+            self.buffer._update_sampled(flat, torch.from_numpy(request.errors[current]), stamp)
 
     def _enter(self) -> None:
         if not self._staged:
