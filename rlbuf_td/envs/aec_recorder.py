@@ -129,8 +129,7 @@ class AECRecorder:
     def _goes_on(self) -> bool:
         """Whether the game goes on; raise a RuntimeError if a transition can no longer end."""
         for seat in self._seats.values():
-            seat.notice_load()
-            self._is_running &= not seat.was_interrupted
+            self._is_running &= not seat.was_loaded()
         if self._is_running:
             lost = [agent for agent, seat in self._seats.items() if seat.is_open and agent not in self.env.agents]
             if lost:
@@ -149,10 +148,10 @@ class _Seat(Recorder):
         self._obs_paths, self._action_paths = paths_of(schema, env.observation_space(agent))
         self._next_paths = after_step(self._obs_paths)
         self._fit(schema, single=True)
-        self.is_open = self.was_interrupted = False
+        self.is_open = False
 
     def begin_game(self) -> None:
-        self.is_open = self.was_interrupted = False
+        self.is_open = False
         self._begin(np.ones(1, bool))
 
     def begin(self, observation: object, action: object, extras: Mapping[str, object]) -> None:
@@ -172,9 +171,6 @@ class _Seat(Recorder):
             mask[...] = True
         self._write()
         self.is_open = False
-
-    def _interrupt(self) -> None:
-        self.is_open, self.was_interrupted = False, True
 
 
 def _lanes_of(buffer: ReplayBuffer, env: AECEnv) -> dict[str, BufferLane]:

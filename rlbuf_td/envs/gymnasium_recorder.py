@@ -105,7 +105,8 @@ class GymnasiumRecorder(Recorder):
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes."""
-        self.notice_load()
+        if self.was_loaded():
+            self._obs = None
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         begun = np.ones_like(lanes) if self._obs is None else lanes  # all: every lane lacks the step that failed
@@ -127,7 +128,8 @@ class GymnasiumRecorder(Recorder):
                 same-step autoreset, and the infos have no ``final_obs``.
             SchemaError: the dtype or shape of an entry differs from its space or from the first step.
         """
-        self.notice_load()
+        if self.was_loaded():
+            self._obs = None
         self._refuse_step()
         going = ~self._ended  # the other lanes are reset by this step
         self._begin_step(extras)
@@ -154,12 +156,6 @@ class GymnasiumRecorder(Recorder):
             how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
             ended = self._ended.nonzero()[0].tolist()
             raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
-
-    # -- episodes
-
-    def _interrupt(self) -> None:
-        self._obs = None
-        self._begin(np.ones(self._lanes, bool))
 
     def _fill_after(self, result: tuple[Any, ...], going: np.ndarray) -> np.ndarray:
         """Fill the results of a step; return a mask of the lanes whose episode has ended, ``[E]``."""

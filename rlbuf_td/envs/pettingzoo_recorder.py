@@ -99,7 +99,8 @@ class PettingZooRecorder(Recorder):
             ValueError: there is not one seed or one element of the mask per environment; nothing has changed.
             RuntimeError: some environments are not reset, but the last step failed, or a checkpoint was loaded.
         """
-        self.notice_load()
+        if self.was_loaded():
+            self._observed = [None] * len(self.envs)
         count = len(self.envs)
         mask = np.ones(count, bool) if lanes is None else np.asarray(lanes, bool)
         seeds = [*seed] if isinstance(seed, Sequence) else [None if seed is None else seed + e for e in range(count)]
@@ -134,7 +135,8 @@ class PettingZooRecorder(Recorder):
             ValueError: a living agent has no action.
             SchemaError: the dtype or shape of an entry differs from its space or from the first step.
         """
-        self.notice_load()
+        if self.was_loaded():
+            self._observed = [None] * len(self.envs)
         actions = [action] if self._single else [*action]
         self._refuse_step(actions)
         for column in self._rows.values():
@@ -164,9 +166,6 @@ class PettingZooRecorder(Recorder):
             missing = [agent for agent in env.agents if agent not in actions[e]]
             if missing:
                 raise ValueError(f"environment {e} needs an action of each living agent, {missing} have none")
-
-    def _interrupt(self) -> None:
-        self._observed = [None] * len(self.envs)
 
     def _clear_absent(self) -> None:
         """Store zeros as extras of agents that do not act."""

@@ -243,15 +243,10 @@ class Recorder:
         if count:
             self._trajectories[lanes] = self._numbers.take(count)
 
-    def notice_load(self) -> None:
-        """If a checkpoint was loaded into the buffer, interrupt all episodes."""
-        if self._loads != self._numbers.loads:
-            self._interrupt()
-            self._loads = self._numbers.loads
-
-    def _interrupt(self) -> None:
-        """Let a reset follow."""
-        raise NotImplementedError
+    def was_loaded(self) -> bool:
+        """Whether a checkpoint was loaded into the buffer since the last call, so that a reset must follow."""
+        before, self._loads = self._loads, self._numbers.loads
+        return before != self._loads
 
 
 def _checked(buffer: object) -> ReplayBuffer:
