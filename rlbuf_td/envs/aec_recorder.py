@@ -156,17 +156,17 @@ class _Seat(Recorder):
 
     def begin(self, observation: object, action: object, extras: Mapping[str, object]) -> None:
         self._begin_step(extras)
-        fill_parts_(self._columns, self._obs_paths, observation)
-        fill_parts_(self._columns, self._action_paths, action)
+        fill_parts_(self._rows, self._obs_paths, observation, self._at)
+        fill_parts_(self._rows, self._action_paths, action, self._at)
         self.is_open = True
 
     def end(self, observation: object, reward: float, terminated: bool, truncated: bool) -> None:
         """Store the transition, if the agent has begun one."""
         if not self.is_open:
             return
-        fill_parts_(self._columns, self._next_paths, observation)
+        fill_parts_(self._rows, self._next_paths, observation, self._at)
         self._fill_outcome(reward, terminated, truncated)
-        mask = self._columns.get(("next", ACTION_MASK))
+        mask = self._rows.get(("next", ACTION_MASK))
         if mask is not None and not mask.any():
             mask[...] = True
         self._write()

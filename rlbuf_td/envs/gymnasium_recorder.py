@@ -133,8 +133,8 @@ class GymnasiumRecorder(Recorder):
         self._refuse_step()
         going = ~self._ended  # the other lanes are reset by this step
         self._begin_step(extras)
-        fill_parts_(self._columns, self._obs_paths, self._obs)
-        fill_parts_(self._columns, self._action_paths, action)
+        fill_parts_(self._rows, self._obs_paths, self._obs, self._at)
+        fill_parts_(self._rows, self._action_paths, action, self._at)
         self._obs = None  # if this step fails, a reset must follow
         result = self.env.step(action)
         done = self._fill_after(result, going)
@@ -161,7 +161,7 @@ class GymnasiumRecorder(Recorder):
         """Fill the results of a step; return a mask of the lanes whose episode has ended, ``[E]``."""
         observation, reward, terminated, truncated, info = result
         done = self._fill_outcome(reward, terminated, truncated)
-        fill_parts_(self._columns, self._next_paths, observation)
+        fill_parts_(self._rows, self._next_paths, observation, self._at)
         is_reset = done & (self._mode == "SameStep")  # the results are those of the next episode's first observation
         info = [info] if self._single else info
         if is_reset.any():

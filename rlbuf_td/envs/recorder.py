@@ -89,7 +89,7 @@ class Recorder:
     """Writes the steps of E environments to a buffer, or those of one environment to a lane.
 
     A subclass calls :meth:`_fit` with the schema of its environments. In each step, it calls :meth:`_begin_step`, fills
-    the :attr:`_columns` of the rows, and calls :meth:`_write`.
+    the columns :attr:`_rows` at :attr:`_at`, and calls :meth:`_write`.
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
@@ -98,7 +98,7 @@ class Recorder:
     _schema: TensorDict  # of the transitions, [E]
     _single: bool  # whether an environment's values have no dim E
     _rows: Mapping[Key, np.ndarray] = MappingProxyType({})  # the columns, [E, ...]; empty before the first step
-    _columns: Mapping[Key, np.ndarray]  # the same, with the dims of an environment's values
+    _at: Any  # where the values of the environments lie in a column: 0 for a single one, which have no dim E
     _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
@@ -119,7 +119,7 @@ class Recorder:
             SchemaError: the transitions do not fit the buffer's rows or lanes.
             ValueError: the buffer cannot write single lanes.
         """
-        self._single, self._lanes = single, len(schema)
+        self._single, self._lanes, self._at = single, len(schema), (0, ...) if single else ...
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._refuse_lanes()
         schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
@@ -185,7 +185,7 @@ class Recorder:
             raise SchemaError(f"this step has the extras {now}, the first step had {first}: pass the same extras")
         self._rows[TRAJ_KEY][...] = self._trajectories
         for key, value in given.items():
-            fill_(self._columns[key], value, key)
+            fill_(self._rows[key][self._at], value, key)
 
     def _make_rows(self, extras: Mapping[Key, object]) -> None:
         schema = self._schema.copy()
@@ -194,7 +194,6 @@ class Recorder:
         rows = schema.apply(lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"), device=torch.device("cpu"))
         self._step, self._extra_keys = rows[0] if self._flat else rows, frozenset(extras)
         self._rows = {key: x.numpy() for key, x in walk(rows)}
-        self._columns = {key: x[0, ...] for key, x in self._rows.items()} if self._single else self._rows
 
     def _add_entry(self, schema: TensorDict, key: Key, value: torch.Tensor) -> None:
         """Add an entry to the schema of the rows, with the dims of an environment's values."""
@@ -210,10 +209,10 @@ class Recorder:
     def _fill_outcome(self, reward: object, terminated: object, truncated: object) -> np.ndarray:
         """Fill the rewards and end flags of a step; return a view of the flags ``done``, ``[E]``."""
         for name, value in (("terminated", terminated), ("truncated", truncated)):
-            fill_(self._columns["next", name][..., 0], value, ("next", name))
+            fill_(self._rows["next", name][self._at][..., 0], value, ("next", name))
         ended, cut, done = (self._rows["next", name][:, 0] for name in ("terminated", "truncated", "done"))
         np.logical_or(ended, cut, out=done)
-        shape, column = to_array(reward).shape, self._columns[REWARD]
+        shape, column = to_array(reward).shape, self._rows[REWARD][self._at]
         if shape not in (column.shape, column.shape[:-1]):
             fault = f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
             example = show_extra(REWARD, torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"))
