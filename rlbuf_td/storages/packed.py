@@ -1407,6 +1407,8 @@ class PackedStorage(LazyTensorStorage):
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         saved = pickled.pop("_saved", None)
         self.__dict__.update(pickled)
+        if isinstance(self._attached_entities_list, list):  # data sets of TorchRL's next release put an empty one there
+            self._attached_entities_list = Listeners(self._attached_entities_list)
         if saved is not None:
             revision, content = saved
             self._begin()

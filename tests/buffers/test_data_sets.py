@@ -51,6 +51,18 @@ def loader(dataset: Any, method: str, **kwargs: Any) -> DataLoader:
     )
 
 
+def test_a_storage_is_restored_without_its_listeners() -> None:
+    """As data sets of TorchRL's next release send it to spawned workers."""
+    rb = buffer()
+    rb.extend(rows(0, 40))
+    copied = PackedStorage.__new__(PackedStorage)
+    copied.__setstate__(rb.storage.__getstate__() | {"_attached_entities_list": []})
+    assert (copied[:] == rb.storage[:]).all()
+    other = ReplayBuffer(storage=copied, batch_size=8)
+    other.extend(rows(40, 10))
+    assert len(other) == 50
+
+
 @needs("data sets")
 @pytest.mark.parametrize(
     ("form", "method"),
