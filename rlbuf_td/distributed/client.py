@@ -151,10 +151,21 @@ class Client:
             raise
 
     def _arrives(self, size: int, wait: bool, deadline: float) -> bool:
-        """Receive batches unless there are some; return False if rows that flow control has counted do not arrive."""
+        """Receive batches unless there are some; return False if rows that flow control has counted do not arrive.
+
+        Raises a RuntimeError if there are rows, but no row has a positive priority.
+        """
         arrival = time.monotonic() + (0.0 if self._flow is None else _ARRIVAL)
         while self._ready is None or not len(self._ready) or self._ready.size != size:
-            if self._fetch(size):
+            draw, self._ahead = self._ahead, None
+            if draw is None or draw.size != size:
+                draw = self._send(size)
+            if draw is not None:
+                self._ready = self._receive(draw)
+                if self._ready is None:
+                    self.retries += 1
+                elif self.prefetch:
+                    self._ahead = self._send(size)  # now, while the reported masses are current
                 continue
             now, links = time.monotonic(), self.links
             if now >= arrival and self._flow is not None and len(links.live) == len(links.handles):
@@ -164,23 +175,6 @@ class Client:
             if now > deadline:
                 raise TimeoutError("the shards had no rows within the timeout of this call")
             time.sleep(0.005)
-        return True
-
-    def _fetch(self, size: int) -> bool:
-        """Receive the next batches; return False if all shards are empty.
-
-        Raises a RuntimeError if there are rows, but no row has a positive priority.
-        """
-        draw, self._ahead = self._ahead, None
-        if draw is None or draw.size != size:
-            draw = self._send(size)
-        if draw is None:
-            return False
-        self._ready = self._receive(draw)
-        if self._ready is None:
-            self.retries += 1
-        elif self.prefetch:
-            self._ahead = self._send(size)  # now, while the reported masses are current
         return True
 
     def _send(self, size: int) -> Draw | None:
@@ -228,27 +222,25 @@ class Client:
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
-        """Return the requested batches; ``None`` if a shard has been lost or emptied since the request."""
+        """Return the requested batches; ``None`` if a shard has been lost or emptied since the request.
+
+        Raise a SchemaError if rows in an answer have another layout than those of earlier answers.
+        """
         answers = self.links.receive(draw.calls)
         touched = [place for place, count in enumerate(draw.split.counts.tolist()) if count]
         drawn = {place: answers[place] for place in touched if place in answers and answers[place].drawn is not None}
         if len(drawn) < len(touched):
             return None
-        layout = self._layout_of({place: answer.drawn.layout for place, answer in drawn.items() if answer.drawn})
-        return Batches(self.spec, layout, drawn, draw.known, draw.split.rank.view(draw.batches, -1))
+        names = {place: answer.drawn.layout for place, answer in drawn.items() if answer.drawn}
+        self._rows = self._rows or next(iter(names.values()))
+        if other := [place for place, name in names.items() if name != self._rows]:
+            what = f"shard {other[0]} holds rows of another layout than the others"
+            raise SchemaError(f"{what}: see the first write to it")
+        return Batches(self.spec, layout_named(self._rows), drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
         self._ready = self._ahead = None
         self._errors.clear()
-
-    def _layout_of(self, names: dict[int, bytes]) -> RowLayout:
-        """Return the layout of the rows in answers; SchemaError if it differs from that of earlier answers."""
-        for place, name in names.items():
-            self._rows = self._rows or name
-            if name != self._rows:
-                what = f"shard {place} holds rows of another layout than the others"
-                raise SchemaError(f"{what}: see the first write to it")
-        return layout_named(next(iter(names.values())))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Queue the TD errors of a batch. The next request to a shard sends the TD errors of that shard's rows.
