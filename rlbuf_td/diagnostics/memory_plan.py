@@ -25,6 +25,7 @@ from rlbuf_td.storages.memory_budget import Room, room_for, shared_rows, shared_
 from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
+_ENDS = "done", "terminated", "truncated", "traj_ids"  # with any of them, rows mark the ends of trajectories
 SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
 
 
@@ -195,7 +196,7 @@ def plan(
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
-        trajectories=_index_bytes(layout.leaves, steps, lanes),
+        trajectories=8 * steps * lanes + 16 * lanes if any(leaf.key[-1] in _ENDS for leaf in layout.leaves) else 0,
         place=room_for(device, scratch_dir=None if scratch_dir is None else Path(scratch_dir), shared=shared),
         memory=shared_tensors() if shared else room_for(device),
         dedup=dedup,
@@ -227,9 +228,3 @@ def _time_step(storage: Storage) -> TensorDictBase:
         unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
         raise TypeError(f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition")
     return cast("TensorDictBase", rows[0])
-
-
-def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int) -> int:
-    """Return the bytes of the numbers of episodes; 0 if the rows do not mark the ends of trajectories."""
-    has_ends = any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves)
-    return 8 * steps * lanes + 16 * lanes if has_ends else 0

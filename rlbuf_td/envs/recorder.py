@@ -121,16 +121,6 @@ class Recorder:
         """
         self._single, self._lanes, self._at = single, len(schema), (0, ...) if single else ...
         self._trajectories = np.zeros(self._lanes, np.int64)
-        self._refuse_lanes()
-        schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
-        storage = self.buffer.storage
-        with storage.lock:  # recorders of other lanes may be made, or write first rows
-            if storage.layout is None:
-                storage.reserve(self._time_step(schema))
-            self._fit_rows(storage, schema)
-        self._schema = schema
-
-    def _refuse_lanes(self) -> None:
         if self._lanes > 1 and (self._flat or self._lane is not None):
             where = f"lane {self._lane} holds" if self._lane is not None else "rows [T] hold"
             fault = f"{where} the transitions of one environment, got {self._lanes} environments"
@@ -138,6 +128,13 @@ class Recorder:
         if self._lane is not None and not self.buffer.takes_lanes:
             fault = f"a {type(self.buffer.writer).__name__} of this buffer writes whole time steps, and no single lane"
             raise ValueError(f"{fault}: use a ReplayBuffer with a RingWriter, or record all lanes with one recorder")
+        schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
+        storage = self.buffer.storage
+        with storage.lock:  # recorders of other lanes may be made, or write first rows
+            if storage.layout is None:
+                storage.reserve(self._time_step(schema))
+            self._fit_rows(storage, schema)
+        self._schema = schema
 
     def _time_step(self, schema: TensorDict) -> TensorDict:
         """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the schema of the environments."""

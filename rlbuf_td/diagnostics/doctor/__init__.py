@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def check(source: object, *, space: object = None, ignore: str | Sequence[str] =
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     if not ignored <= set(CODES):
         raise ValueError(f"there is no finding {', '.join(sorted(ignored - set(CODES)))}; there are {', '.join(CODES)}")
-    bounds = {} if space is None else bounds_of(_space(space) if isinstance(space, str) else space)
+    bounds = {} if space is None else bounds_of(space)
     storage, writer = open_source(source)
     with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
         record = Record(storage, writer, bounds)
@@ -225,13 +225,3 @@ def _value_findings(record: Record) -> Iterator[Finding]:
     if doubles := [key for key, value in record.kinds.items() if value.dtype is torch.float64]:
         one = doubles[0] if len(doubles) == 1 else None
         yield record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))
-
-
-def _space(name: str) -> object:
-    import gymnasium
-
-    try:
-        with closing(gymnasium.make(name)) as env:
-            return env.observation_space
-    except gymnasium.error.Error as error:
-        raise ValueError(str(error)) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import closing
 from os import PathLike
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -55,7 +55,11 @@ class Record:
         else:
             flat = rows if storage.ndim == 1 else rows.flatten(0, storage.ndim - 1)
             self._gather = cast("Callable[[Tensor], TensorDictBase]", flat.__getitem__)
-            cells, counts = _cells_by_age(storage, self.shape[0], self.lanes, len(rows))
+            steps = self.shape[0]
+            first = torchrl_parts.last_step(storage, steps) + 1 if steps == len(rows) else 0
+            order = (torch.arange(steps, device="cpu") + first) % steps
+            cells = (order * self.lanes + torch.arange(self.lanes, device="cpu")[:, None]).flatten()
+            counts = np.full(self.lanes, steps)
         #: The flat index of each row in the storage, ``[N]``.
         self.cells, self.rows = cells.cpu(), len(cells)
         self.paired = ~self._mask()
@@ -152,13 +156,6 @@ class Record:
         return Finding(code, key, rows, of if where is None else len(cells), of, explanation, remedy)
 
 
-def _cells_by_age(storage: Storage, steps: int, lanes: int, capacity: int) -> tuple[Tensor, np.ndarray]:
-    """Return the flat indices of the rows in a storage of TorchRL, lane after lane, and the rows of each lane."""
-    first = torchrl_parts.last_step(storage, steps) + 1 if steps == capacity else 0
-    order = (torch.arange(steps, device="cpu") + first) % steps
-    return (order * lanes + torch.arange(lanes, device="cpu")[:, None]).flatten(), np.full(lanes, steps)
-
-
 def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
     """Return a hash of the entries ``keys`` under ``lead``, ``[n]`` int64; agents that do not act count as zeros."""
     generator, result = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -205,16 +202,22 @@ def suspects_of(kinds: Mapping[Key, Tensor], observed: Sequence[Key], bounds: Ma
             suspects["not-finite", key] = lambda values: ~values.isfinite()
         if root in bounds and value.numel() == bounds[root][0].numel():
             low, high = (bound.reshape(value.shape[1:]).to(value.device) for bound in bounds[root])
-            suspects["out-of-bounds", key] = partial(_is_outside, low, high)
+            suspects["out-of-bounds", key] = lambda values, low=low, high=high: (
+                ((values < low) | (values > high)) & values.isfinite()
+            )
     return suspects
 
 
-def _is_outside(low: Tensor, high: Tensor, values: Tensor) -> Tensor:
-    return ((values < low) | (values > high)) & values.isfinite()
-
-
 def bounds_of(source: object) -> dict[Key, Interval]:
-    """Return the bounds of each key that has bounds; ``source`` is a space, spec or environment."""
+    """Return the bounds of each key that has bounds; ``source`` is a space, spec, environment or its name."""
+    if isinstance(source, str):
+        import gymnasium
+
+        try:
+            with closing(gymnasium.make(source)) as env:
+                return bounds_of(env)
+        except gymnasium.error.Error as error:
+            raise ValueError(str(error)) from error
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)
