@@ -43,18 +43,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def module_of(options: argparse.Namespace) -> str:
-    """Return the name of the module of a command, the only one that is imported."""
-    return "diagnostics.doctor" if options.command == "doctor" else f"cli.{options.command}"
-
-
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.command is None:
         parser().print_help()
         return 0
+    module = "diagnostics.doctor" if options.command == "doctor" else f"cli.{options.command}"
     try:
-        return int(import_module(f"rlbuf_td.{module_of(options)}").main(options))
+        return int(import_module(f"rlbuf_td.{module}").main(options))  # the only one that is imported
     except UsageError as error:
         print(f"python -m rlbuf_td {options.command}: {error}", file=sys.stderr)
         return 2

@@ -70,7 +70,11 @@ def check(source: object, *, space: object = None, ignore: str | Sequence[str] =
     storage, writer = open_source(source)
     with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
         record = Record(storage, writer, bounds)
-        found = [*_order_findings(record), *_value_findings(record)]
+        found, wrong = [*_order_findings(record)], record.wrong.items()
+        found += [record.finding(code, where, record.rows, key) for (code, key), where in wrong if bool(where.any())]
+        if doubles := [key for key, value in record.kinds.items() if value.dtype is torch.float64]:
+            one = doubles[0] if len(doubles) == 1 else None
+            found += [record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))]
     found = sorted((each for each in found if each.code not in ignored), key=lambda each: CODES.index(each.code))
     return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
 
@@ -216,12 +220,3 @@ def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
     limit = usually.quantile(0.9 if len(rows) >= 4 else 0.99)
     here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in others)
     return here, after
-
-
-def _value_findings(record: Record) -> Iterator[Finding]:
-    for (code, key), where in record.wrong.items():
-        if bool(where.any()):
-            yield record.finding(code, where, record.rows, key)
-    if doubles := [key for key, value in record.kinds.items() if value.dtype is torch.float64]:
-        one = doubles[0] if len(doubles) == 1 else None
-        yield record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))
