@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
 import torch
 from tensordict import TensorDictBase
 
@@ -142,25 +140,15 @@ class Shard:
     New rows usually wait until the next draw is done, so that this draw uses the mass that clients know.
     """
 
-    def __init__(
-        self,
-        make_buffer: Callable[[], ReplayBuffer],
-        find_dump: Callable[[], str | None] | None = None,  # returns the dump from which a restarted shard continues
-        restarted: bool | None = None,
-    ) -> None:
+    def __init__(self, make_buffer: Callable[[], ReplayBuffer], find_dump: Callable[[], str | None]) -> None:
         self.make_buffer = make_buffer
         self._prepared: ReplayBuffer | None = None
         self.incarnation = time.time_ns()
         self._set(make_buffer())
-        self._staged: list[tuple[int, TensorDictBase]] = []
-        self._waiting, self._writer, self._last_draw, self._stale = 0, -1, -inf, 0
+        self._staged: list[tuple[int, TensorDictBase]] = []  # received rows that wait, and their writers
+        self._writer, self._last_draw, self._stale = -1, -inf, 0
         self._layout: tuple[RowLayout | None, bytes] = (None, b"")  # of the last rows drawn
-        if find_dump is not None and (_is_restart() if restarted is None else restarted):
-            self._continue(find_dump)
-
-    def _continue(self, find_dump: Callable[[], str | None]) -> None:
-        """Load the newest dump, if there is one; a newer dump may replace it meanwhile."""
-        folder = find_dump()
+        folder = find_dump()  # from which a restarted shard continues; a newer dump may replace it meanwhile
         while folder is not None:
             try:
                 self.prepare([(folder, 0)])
@@ -175,6 +163,10 @@ class Shard:
         parts = buffer._initialize()
         self.buffer, self.storage = buffer, buffer.storage
         self._prioritized, self._wrapper = parts.prioritized, parts.wrapper
+
+    @property
+    def _waiting(self) -> int:
+        return sum(data.numel() for _, data in self._staged)
 
     def report(self) -> Report:
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
@@ -215,13 +207,12 @@ class Shard:
             stored.collect(data, lead)  # raises an error that names the key
             raise SchemaError("the rows of this writer have another layout than those of the shard")
         self._staged.append((writer, data))
-        self._waiting += lead.numel()
         is_idle = time.monotonic() - self._last_draw > _IDLE
         if not len(self.storage) or is_idle or 4 * self._waiting > self.storage.max_size:
             self._enter()
 
     def empty(self) -> Report:
-        self._staged, self._waiting = [], 0
+        self._staged = []
         self.buffer.empty()
         return self.report()
 
@@ -253,7 +244,7 @@ class Shard:
         if self._prepared is None:
             raise CheckpointError("the shard was restarted during the load: load the dump again")
         self._set(self._prepared)
-        self._prepared, self._staged, self._waiting = None, [], 0
+        self._prepared, self._staged = None, []
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray) -> Drawn:
@@ -296,20 +287,12 @@ class Shard:
             self.buffer._update_sampled(flat, torch.from_numpy(request.errors[current]), stamp)
 
     def _enter(self) -> None:
-        if not self._staged:
-            return
-        staged, self._staged, self._waiting = self._staged, [], 0
+        staged, self._staged = self._staged, []
         for writer, data in staged:
             if writer != self._writer:
                 _end_trajectories(self.storage)
             self._writer = writer
             self.buffer.extend(data)
-
-
-def _is_restart() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code causes this warning
-        return ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:

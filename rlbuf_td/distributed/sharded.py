@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -66,6 +67,14 @@ def _names(shards: int) -> list[str]:
 def newest_dump(path: Path, place: int, shards: int) -> str | None:
     manifest = Manifest.last(path)
     return None if manifest is None or len(manifest.steps) != shards else manifest.folders(path)[place]
+
+
+def dump_after_restart(path: Path | None, place: int, shards: int) -> str | None:
+    """Return the dump from which the shard of this process continues; None if it has not been restarted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code causes this warning
+        is_restart = path is not None and ray.get_runtime_context().was_current_actor_reconstructed
+    return newest_dump(path, place, shards) if is_restart else None
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
@@ -161,7 +170,7 @@ class ShardedReplayBuffer(Client):
         actor = ray.remote(Shard)
         self._actors = []
         for place in range(num_shards):
-            dump = None if self.dump_dir is None else partial(newest_dump, self.dump_dir, place, num_shards)
+            dump = partial(dump_after_restart, self.dump_dir, place, num_shards)
             self._actors.append(actor.options(name=f"{name}-{place}", **options).remote(make_buffer, dump))
         if flow is not None:
             settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance

@@ -48,7 +48,7 @@ class LocalHandle:
     def __init__(self, make_buffer: Callable[[], ReplayBuffer]) -> None:
         self.make_buffer, self.is_lost = make_buffer, False
         self.calls: list[str] = []
-        self.shard = Shard(make_buffer, None, False)
+        self.shard = Shard(make_buffer, lambda: None)
         for name in _METHODS:
             setattr(self, name, Method(self, name))
 
@@ -56,7 +56,7 @@ class LocalHandle:
         self.restart_from(lambda: dump)
 
     def restart_from(self, find_dump: Callable[[], str | None]) -> None:
-        self.shard, self.is_lost = Shard(self.make_buffer, find_dump, True), False
+        self.shard, self.is_lost = Shard(self.make_buffer, find_dump), False
 
 
 class LocalLimiter:
