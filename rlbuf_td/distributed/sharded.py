@@ -212,8 +212,14 @@ class ShardedReplayBuffer(Client):
         return found if self._flow is None else found | {"flow": ray.get(self._flow.report.remote())}
 
     def __repr__(self) -> str:
-        shards = f"{len(self.links.handles)} shards" if self.is_alive else "shut down"
-        return f"{type(self).__name__}({shards}, batch_size={self.batch_size}, prefetch={self.prefetch})"
+        name = type(self).__name__
+        if not self.is_alive:
+            return f"{name}(shut down)"
+        lines = [f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"]
+        for place, shard in enumerate(self.health()["shards"]):
+            shown = f"{shard['rows']:,} rows, mass {shard['mass']:.6g}" if shard["alive"] else "lost"
+            lines.append(f"    {place}: {shown}")
+        return "\n".join(lines) + "\n)"
 
     def empty(self) -> None:
         """Remove all rows and priorities, with received rows that are not yet stored; restart flow control."""

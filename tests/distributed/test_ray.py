@@ -87,7 +87,7 @@ def test_a_client_in_another_process_writes_what_a_learner_samples(rb):
     assert rb.write_count == total
     health = rb.health()
     assert sum(shard["inserts"] for shard in health["shards"]) == total
-    assert repr(rb) == "ShardedReplayBuffer(2 shards, batch_size=64, prefetch=0)"
+    assert "0: " in repr(rb)
     assert [client._home for client in rb.clients(2)] in ([0, 1], [1, 0])
     with pytest.raises(ValueError, match="n must be a whole number"):
         rb.clients(0)
@@ -133,7 +133,7 @@ def refuses_all_after_shutdown(rb: ShardedReplayBuffer) -> None:
         with pytest.raises(ShutDown, match="the buffer has been shut down"):
             call()
     assert not Path("nowhere").exists()
-    assert repr(rb).startswith("ShardedReplayBuffer(shut down")
+    assert repr(rb) == "ShardedReplayBuffer(shut down)"
     begin = time.monotonic()
     with pytest.raises(distributed.ShardLost, match="the buffer has been shut down, or its shards have crashed"):
         client.sample()  # another client finds out from Ray
