@@ -19,7 +19,7 @@ Ray starts the shards on different machines; ``num_cpus=1`` reserves a core for 
   batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. An answer of more than 100 kB takes 2 ms
   more, through Ray's object store, unless Ray is started with ``RAY_max_direct_call_object_size=1000000``. ``python -m
-  tests.benchmarks.sharded --fit FILE.png`` measures these times; without ``--fit``, it compares this buffer with
+  tests.benchmarks.sharded --fit`` measures these times; without ``--fit``, it compares this buffer with
   TorchRL's ``RayReplayBuffer``.
 - **Writes.** Each write costs about 1 ms in Ray, so let collectors write several hundred rows at a time.
 - **Network.** A batch transfers its packed rows and 16 bytes per row. To sample 1,000 batches of 256 rows (168 bytes

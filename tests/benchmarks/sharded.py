@@ -1,7 +1,7 @@
 """Time batches from shards on Ray against TorchRL's ``RayReplayBuffer``, and fit what a batch costs.
 
 Run ``python -m tests.benchmarks.sharded`` for rows per second (sample + update, 4 shards, one learner) and
-``python -m tests.benchmarks.sharded --fit FILE.png`` for the time per batch against shards and batch size.
+``python -m tests.benchmarks.sharded --fit`` for the time per batch against shards and batch size.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, TensorDictReplayBuffer
 
@@ -111,8 +109,8 @@ def times_of(rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int) -> 
     return [(stored, shards, size, seconds([partial(step, learner, size)], rounds, 5)[0]) for size in sizes]
 
 
-def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
-    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers of shards, and draw it."""
+def fit(rounds: int, numbers: Sequence[int]) -> None:
+    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers of shards."""
     with ShardedReplayBuffer(max(numbers), partial(make_buffer, 1_000_000)) as rb:
         points = [point for shards in numbers for point in times_of(rb, shards, 100_000, rounds)]
         few, many = (times_of(rb, min(4, max(numbers)), stored, rounds) for stored in (10_000, 1_000_000))
@@ -124,15 +122,6 @@ def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
     explained = 1 - ((taken - design @ [fixed, per_shard, per_row]) ** 2).sum() / ((taken - taken.mean()) ** 2).sum()
     print(f"time = {1e3 * fixed:.2f} ms + {1e3 * per_shard:.3f} ms * shards + {1e6 * per_row:.3f} us * rows")
     print(f"R^2 {explained:.3f}")
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = figure.subplots()
-    for color, each in enumerate(sorted(set(size))):
-        chosen = size == each
-        axes.plot(shards[chosen], 1e3 * taken[chosen], "o", color=f"C{color}", label=f"{int(each):,} rows")
-        axes.plot(shards[chosen], 1e3 * (fixed + per_shard * shards[chosen] + per_row * each), color=f"C{color}")
-    axes.set(xlabel="shards", ylabel="ms per batch: sample and update", ylim=(0, None))
-    axes.legend(frameon=False)
-    figure.savefig(picture, dpi=150)
 
 
 def start_ray() -> None:
@@ -155,14 +144,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="stored in all shards together")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit")
-    parser.add_argument("--fit", type=Path, help="fit the cost of a batch, and draw it here")
+    parser.add_argument("--fit", action="store_true", help="fit the cost of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     start_ray()
-    if options.fit is None:
-        compare(options.rows, options.rounds)
+    if options.fit:
+        fit(options.rounds, options.shards)
     else:
-        fit(options.fit, options.rounds, options.shards)
+        compare(options.rows, options.rounds)
 
 
 if __name__ == "__main__":
