@@ -528,23 +528,24 @@ class PackedStorage(LazyTensorStorage):
     def read(self, index: Any) -> Any:
         """Return the transitions at ``index`` as :meth:`get` does, but always as a TensorDict, and without the lock."""
         rows = self.written_rows()
-        if self.ndim == 1 and self.ring.holes:
-            if isinstance(index, slice):
-                self.refuse_holes(torch.arange(rows.steps, device=self.device)[index])
-            elif is_index(index) or type(index) is int:
-                self.refuse_holes(from_start(torch.as_tensor(index, device=self.device).reshape(-1), rows.steps))
-        if is_index(index):
-            return rows.at_steps(index.to(self.device, torch.int64))
         if is_key(index):
             return rows.column((index,) if isinstance(index, str) else index)
         if isinstance(index, list | range | np.ndarray):
-            return self.read(as_index(index))
+            index = as_index(index)
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
-        if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
-            if self.ring.holes:
-                self.refuse_holes(rows.cells_of(index))
-            return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
+        if is_index(index) and rows.lanes:  # holes are zeros
+            return rows.at_cells(rows.cells_at(from_start(index.to(self.device, torch.int64), rows.steps)))
+        parts = (index,) if is_index(index) else index
+        if isinstance(parts, tuple) and len(parts) == self.ndim and all(map(is_index, parts)):
+            at = (part.to(self.device, torch.int64) for part in parts)
+            cells, *lanes = map(from_start, at, rows.shape)
+            for lane, size in zip(lanes, rows.lanes, strict=True):
+                cells = cells * size + lane
+            self.refuse_holes(cells)
+            return rows.at_cells(cells)
+        if self.ndim == 1 and type(index) in (slice, int) and self.ring.holes:
+            self.refuse_holes(torch.arange(rows.steps, device=self.device)[index])
         return rows.at_region(index)
 
     def gather(self, flat: torch.Tensor) -> TensorDict:

@@ -80,16 +80,6 @@ class Rows(ABC):
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
 
-    def at_steps(self, index: torch.Tensor) -> TensorDict:
-        steps = from_start(index, self.steps)
-        return self.at_cells(self.cells_at(steps) if self.lanes else steps)
-
-    def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
-        flat: Any = 0
-        for size, coordinate in zip(self.shape, index, strict=True):
-            flat = flat * size + from_start(coordinate, size)
-        return self.at_cells(flat)
-
     @abstractmethod
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
         """Return a TensorDict of strided views of ``matrix``, a matrix of rows, without deduplicated keys."""
