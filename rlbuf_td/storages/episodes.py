@@ -287,7 +287,7 @@ class Episodes:
             return torch.zeros(self.rows.cells, dtype=torch.int64, device=self.numbers.device)
         return self.rows.unpack(self.rows.matrix).get(self.id_key).reshape(self.rows.cells).long()
 
-    # -- look-ups
+    # -- look-ups, after `refresh`
 
     def refresh(self) -> None:
         """Prepare look-ups after writes and edits."""
@@ -302,7 +302,6 @@ class Episodes:
 
     def spans(self, cells: Tensor) -> Spans:
         """Return how far the episode of each stored row reaches, ``[B]`` each; ``cells`` is contiguous int64."""
-        self.refresh()
         if self.record is None:
             return spans(self._numbers(), cells)
         count, integer, flag = len(cells), torch.int64, torch.bool
@@ -312,7 +311,6 @@ class Episodes:
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
         """Return the first cell and the length of each episode whose rows are all stored, by lane and age."""
-        self.refresh()
         if self.record is None:
             return whole(self._numbers(), only_finished)
         most = len(self.ring)

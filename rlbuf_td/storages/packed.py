@@ -369,16 +369,12 @@ class PackedStorage(LazyTensorStorage):
 
     def load_episodes(self, saved: dict[str, Any] | None) -> None:
         """Restore the numbers of episodes of rows that have just been loaded; None: find them in the rows."""
-        if saved is not None and not self.uses_episode_keys:
-            traj_key = saved["traj_key"]
-            keys = EpisodeKeys(tuple(saved["done_key"]), None if traj_key is None else tuple(traj_key))
-            if keys != self.episode_keys:
-                self.episode_keys, self.episodes = keys, None
-                self.find_episodes()
+        keys = None if saved is None else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
+        if keys is not None and keys != self.episode_keys and not self.uses_episode_keys:
+            self.episode_keys, self.episodes = keys, None
+            self.find_episodes()
         if self.episodes is not None:
-            names = [[*key] if key else None for key in self.episode_keys]
-            has_same_keys = saved is not None and names == [saved["done_key"], saved["traj_key"]]
-            self.episodes.load(saved if has_same_keys else None)
+            self.episodes.load(saved if keys == self.episode_keys else None)
 
     def episodes_now(self) -> Episodes:
         """Return the numbers of the rows' episodes, up to date.
