@@ -82,7 +82,7 @@ class ExperienceQueue(ReplayBuffer):
         sampler = QueueSampler(writer, max_age=max_age)
         super().__init__(**kwargs | {"writer": writer, "sampler": sampler})
 
-    def set_sampler(self, part: Any) -> Any:
+    def set_sampler(self, part: object) -> Any:
         """Raise a ValueError, because a queue has a sampler and a writer of its own."""
         _refuse("sampler", "writer")
 

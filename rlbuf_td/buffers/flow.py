@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from math import ceil, inf, isfinite
-from typing import Any
 
 from rlbuf_td.buffers.waiting import ShutDown
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
@@ -180,11 +180,11 @@ class FlowControl:
         counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
         return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         settings = {"samples_per_insert": self.samples_per_insert, "min_size": self.min_size}
         return settings | {"counts": [*self._numbers][:_SAVED]}
 
-    def refuse_state(self, state: Any) -> None:
+    def refuse_state(self, state: object) -> None:
         """Raise a ValueError if ``state`` is neither None nor a result of :meth:`state_dict`."""
         if state is None:
             return
@@ -193,7 +193,7 @@ class FlowControl:
         if not is_list or not all(type(count) is int and 0 <= count < 1 << 62 for count in counts or []):
             raise ValueError(f"the saved state of flow control needs {_SAVED} whole numbers as counts, got {state!r}")
 
-    def restore(self, state: dict[str, Any] | None, rows: int) -> None:
+    def restore(self, state: State | None, rows: int) -> None:
         """Restore a state; without one, or with one of other settings, restart with ``rows`` rows."""
         if state is None or state | {"counts": []} != self.state_dict() | {"counts": []}:
             return self.restart(rows)

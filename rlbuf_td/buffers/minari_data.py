@@ -62,7 +62,7 @@ def import_minari(
 
 
 def export_minari(
-    storage: PackedStorage, dataset_id: str, env: Any, spaces: tuple[Any, Any], kwargs: dict[str, Any]
+    storage: PackedStorage, dataset_id: str, env: object, spaces: tuple[object, object], kwargs: dict[str, object]
 ) -> Any:
     """Write the rows as a new data set, see :meth:`ReplayBuffer.to_minari`; the caller holds the buffer's locks."""
     if not isinstance(dataset_id, str) or not re.fullmatch(r".+-v\d+", dataset_id):
@@ -88,7 +88,7 @@ def export_minari(
     return dataset
 
 
-def spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, Any]:
+def spaces_of(env: Any, observation_space: object, action_space: object) -> tuple[Any, Any]:
     if observation_space is not None and action_space is not None:
         return observation_space, action_space
     if env is None:
@@ -108,7 +108,7 @@ def _episodes(storage: PackedStorage) -> tuple[torch.Tensor, ...]:
     return cells.tensor_split(is_last[:-1].nonzero()[:, 0] + 1)
 
 
-def open_dataset(dataset: Any) -> Any:
+def open_dataset(dataset: object) -> Any:
     if isinstance(dataset, str):
         try:
             return minari().load_dataset(dataset)
@@ -153,7 +153,7 @@ def _part(values: Any, rows: slice) -> Any:
     return values[rows]
 
 
-def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
+def _infos(infos: dict[str, object], steps: int) -> dict[str, Any]:
     """Return the entries of rows for an episode's infos: one per step or, with that of the reset, one more."""
     if all(len(value) == steps for _, value in walk(infos)):
         return {"next": {INFO: infos}}

@@ -28,7 +28,7 @@ from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
 from rlbuf_td.samplers.common import OwnSignature, StatefulSampler, refuse_errors, refuse_priorities, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import as_number, fraction, whole
+from rlbuf_td.storages.checks import State, as_number, fraction, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
@@ -284,7 +284,7 @@ class ReplayBufferMixture:
             member._update_sampled(index, td_error, stamp)
 
     def write_back(
-        self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, torch.Tensor] | None = None
+        self, batch: TensorDictBase, keys: object, *, sampled_at: Mapping[str, torch.Tensor] | None = None
     ) -> int:
         """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
 
@@ -304,11 +304,11 @@ class ReplayBufferMixture:
 
     # -- state, health
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> State:
         rng = None if self._rng is None else self._rng.get_state()
         return {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
 
-    def _restore_own(self, state: dict[str, Any]) -> None:
+    def _restore_own(self, state: State) -> None:
         """Restore the shares, ``exact`` and ``generator``; an error is raised before any change."""
         rng = state["generator"]
         if self._rng is not None and rng is not None:
@@ -318,11 +318,11 @@ class ReplayBufferMixture:
         if self._rng is not None and rng is not None:
             self._rng.set_state(rng)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return a copy of the state of all members, of the shares, ``exact`` and ``generator``."""
         return {"members": {name: member.state_dict() for name, member in self.members.items()}} | self._own_state()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore the result of :meth:`state_dict`.
 
         If a member cannot load its state, an error is raised before any change.
@@ -371,10 +371,10 @@ class ReplayBufferMixture:
         found = {name: member.health() for name, member in self.members.items()}
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_plans": [], "_checked": [], "_rng": pickled_generator(self._rng)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__dict__.update(state, _rng=unpickled_generator(state["_rng"]))
 
     def __repr__(self) -> str:
@@ -407,7 +407,7 @@ class Shares(StatefulSampler):
             raise AttributeError(f"a mixture of {', '.join(found)} has no share {name!r}")
         return found[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         before = self.__dict__["by_name"]
         if name not in before:
             if not name.startswith("_"):
@@ -428,10 +428,10 @@ class Shares(StatefulSampler):
     def _empty(self) -> None:
         pass
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         return self.by_name
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         if state_dict.keys() != self.by_name.keys():
             raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
         self.__dict__["by_name"] = Shares({name: state_dict[name] for name in self.by_name}).by_name
@@ -440,7 +440,7 @@ class Shares(StatefulSampler):
         return "Shares(" + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items()) + ")"
 
 
-def refuse_members(members: Any, shares: Any, writes_to: str | None) -> None:
+def refuse_members(members: object, shares: object, writes_to: str | None) -> None:
     """Raise a TypeError or a ValueError for the arguments of a mixture that cannot work."""
     if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
         given = f"got {type(members).__name__} and {type(shares).__name__}"
@@ -456,7 +456,7 @@ def refuse_members(members: Any, shares: Any, writes_to: str | None) -> None:
         raise ValueError(f"members and shares must have the same names: {given}")
 
 
-def refuse_member(name: Any, member: Any) -> None:
+def refuse_member(name: object, member: object) -> None:
     if not isinstance(member, ReplayBuffer):
         remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
         raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")

@@ -15,7 +15,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import by_row
+from rlbuf_td.storages.indexing import Info, by_row
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -66,7 +66,7 @@ class Parts(NamedTuple):
             notices=frozenset(how for how in ("add", "extend") if has_own(sampler, how, *nothing)),
         )
 
-    def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
+    def without_report(self, batch: object, info: Info) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
         if not isinstance(batch, TensorDictBase):  # a `collate_fn` may return anything
             return batch
@@ -104,7 +104,7 @@ class Parts(NamedTuple):
         return index, td_error, entries.get(SAMPLED_AT)
 
 
-def has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
+def has_own(sampler: Sampler, method: str, *empty: object) -> bool:
     """Whether a sampler, or a sampler that it wraps, has a method other than the ``empty`` ones, which do nothing."""
     passed_on = getattr(SamplerWrapper, method), *empty
     while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) in passed_on:
@@ -112,7 +112,7 @@ def has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
     return getattr(type(sampler), method) not in empty
 
 
-def as_size(batch_size: Any) -> int:
+def as_size(batch_size: object) -> int:
     """Convert a batch size to an int; raise a ValueError if it is negative or no whole number."""
     return batch_size if type(batch_size) is int and batch_size >= 0 else whole(0)("batch_size", batch_size)
 
@@ -123,7 +123,7 @@ def _draws(sampler: Sampler) -> bool:
     return next(found) == "draw"
 
 
-def refuse_unordered(sampler: Any, writer: Writer, storage: Storage) -> None:
+def refuse_unordered(sampler: Sampler | None, writer: Writer, storage: Storage) -> None:
     """Raise a ValueError if sampler or rows need time order, and the rows or the writer keep no such order."""
     keeps = keeps_order(writer)
     if keeps is False and getattr(storage, "dedup_options", None):

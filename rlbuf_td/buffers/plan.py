@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -28,11 +28,14 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import SCALAR, BatchSlots, Named, Reading
 from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import coordinates, merge_, refuse_unwritten
+from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
-Drawn: TypeAlias = tuple[Any, dict[Any, Any]]  # a batch, and the sampler's report, which it contains
+if TYPE_CHECKING:
+    from torchrl.data.replay_buffers import Sampler
+
+Drawn: TypeAlias = tuple[Any, Info]  # a batch, and the sampler's report, which it contains
 _MOST_SIZES = 8  # numbers of drawn rows for which a plan keeps memory
 
 
@@ -68,7 +71,7 @@ class Plan(ABC):
     def sample(self, size: int) -> Drawn:
         """Return a batch of ``size`` rows, or fewer if the sampler draws fewer."""
 
-    def refuse_unknown(self, info: dict[Any, Any]) -> None:
+    def refuse_unknown(self, info: Info) -> None:
         """Raise a SchemaError if a user's sampler adds an entry under a name that the rows have."""
         if not info.keys() <= self.report_keys:
             refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)  # pyrefly: ignore [missing-attribute]
@@ -124,7 +127,8 @@ class TorchPlan(Plan):
             if self.is_stamped:
                 info[SAMPLED_AT] = ring.stamp(flat)
         self.refuse_unknown(info)
-        info["index"] = coordinates(flat.clone(), storage)  # a user's sampler may keep its tensor
+        flat = flat.clone()  # a user's sampler may keep its tensor
+        info["index"] = coordinates(flat, storage)  # pyrefly: ignore [unsupported-operation]
         merge_(batch, info)
         return batch, info
 
@@ -199,7 +203,7 @@ class CompiledPlan(Plan):
             self.wrapper.warn_if_interleaved(self.storage)
         return slot.batch, report
 
-    def draw(self, size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def draw(self, size: int) -> tuple[Tensor, Info]:
         """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the sampler adds."""
         flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
         if info and self.wrapper is None:
@@ -245,7 +249,7 @@ def plan_of(storage: PackedStorage, sampler: Any, size: int) -> CompiledPlan | T
         return CompiledPlan(storage, sampler, reading, count)
 
 
-def _draws_itself(sampler: Any) -> bool:
+def _draws_itself(sampler: Sampler) -> bool:
     """Whether the sampler's ``draw`` is a method of this package, not of a user."""
     draw = getattr(sampler, "draw", None)
     return getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]

@@ -14,14 +14,16 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.indexing import Info, device_of
 from rlbuf_td.storages.listeners import WeakReference
 from rlbuf_td.storages.torchrl_parts import generator_of
 
 if TYPE_CHECKING:
+    from torchrl.data.replay_buffers import Sampler
+
     from rlbuf_td.buffers.replay import ReplayBuffer
 
-Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
+Sample: TypeAlias = tuple[TensorDictBase, Info]  # a batch and the sampler's report
 
 _SLOW = 1e-3  # transforms that take more seconds per batch run in threads; handing over a batch costs half of this
 
@@ -80,7 +82,7 @@ class Prefetcher:
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()
         return _Batch(sample, written, progress)
 
-    def _finish(self, buffer: ReplayBuffer, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
+    def _finish(self, buffer: ReplayBuffer, batch: TensorDictBase, report: Info) -> Sample:
         start = perf_counter()
         sample = buffer._finish(batch, report)
         before, self._seconds = self._seconds, perf_counter() - start
@@ -121,7 +123,7 @@ class Prefetcher:
 def copied(sample: Sample, device: torch.device | None) -> Sample:
     """Return a batch and its report on another device."""
     batch, report = sample
-    return batch.to(device), {
+    return batch.to(device), {  # pyrefly: ignore [bad-return]
         key: tuple(part.to(device) for part in value) if isinstance(value, tuple) else value.to(device)
         for key, value in report.items()
     }
@@ -137,7 +139,7 @@ def refuse_copies(parts: Parts) -> None:
         )
 
 
-def refuse_max_age(sampler: Any, ahead: int) -> None:
+def refuse_max_age(sampler: Sampler, ahead: int) -> None:
     """Raise a ValueError if batches are drawn ahead and rows have a largest age, which they would exceed."""
     max_age = getattr(getattr(sampler, "innermost", sampler), "max_age", None)
     if ahead and max_age is not None:

@@ -61,9 +61,10 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
-from rlbuf_td.storages.checks import OUT_OF_ORDER, as_number, require_packed, state_of, usable_device, whole
+from rlbuf_td.storages.checks import OUT_OF_ORDER, State, as_number, require_packed, state_of, usable_device, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
+    Info,
     attached_or_new,
     device_of,
     first_of_row,
@@ -503,7 +504,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self._init()
         return self.parts or self._begin()
 
-    def _get_collate_fn(self, collate_fn: Any) -> None:
+    def _get_collate_fn(self, collate_fn: Callable[..., object] | None) -> None:
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
 
@@ -812,7 +813,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         report = {**drawn}  # `_last_draw` keeps the other one
         index = report["index"]
         if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
-            report["index"] = index.unbind(-1)
+            report["index"] = index.unbind(-1)  # pyrefly: ignore [unsupported-operation]
         return self.parts.sampler.lay_out(batch, report) if self.parts.gives_windows else (batch, report)
 
     def _make_batch(self, batch_size: int) -> Sample:
@@ -823,7 +824,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     return self.prefetcher.take(batch_size)
         return self._finish(*self._drawn(batch_size))
 
-    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+    def _finish(self, batch: Any, info: Info) -> Sample:
         """Copy a batch to ``device``, transform it, and pin its memory if the buffer was made with ``pin_memory``."""
         if self._copies_batches:
             batch, info = copied((batch, info), self.batch_device)
@@ -900,7 +901,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         return self._write(tensordicts, "extend", update_priority is not False, lanes)
 
-    def _write(self, data: Any, how: str, update_priority: bool, lanes: Any = None) -> Any:
+    def _write(self, data: object, how: str, update_priority: bool, lanes: object = None) -> Any:
         """Write the data as soon as flow control, if any, admits the write; to single ``lanes`` if they are given."""
         if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
             return self._write_opened(data, how, update_priority, lanes)
@@ -921,11 +922,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         with self._inserting(self.flow, rows):
             return write(data, how, update_priority, lanes)
 
-    def _lead_dims(self, how: str, lanes: Any) -> int:
+    def _lead_dims(self, how: str, lanes: object) -> int:
         """Return the number of batch dims of the data that index rows."""
         return 1 if lanes is not None else self.storage.ndim - (how == "add")
 
-    def _write_opened(self, data: Any, how: str, update_priority: bool, lanes: Any) -> Any:
+    def _write_opened(self, data: object, how: str, update_priority: bool, lanes: object) -> Any:
         """Write tensorclasses, tensors, or a list of steps as TensorDicts."""
         storage = (self.parts or self._initialize()).storage
         if how == "extend" and isinstance(data, list):
@@ -966,7 +967,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 flow.inserts.settle(self.storage.ring.publication)
                 raise
 
-    def _write_and_count(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
+    def _write_and_count(self, data: TensorDictBase, how: str, update_priority: bool, lanes: object) -> Any:
         """Write the data, and record the untransformed data in the episode statistics."""
         stats: Any = self.episode_stats
         dims = self._lead_dims(how, lanes)
@@ -998,7 +999,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return record and partial(record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1))
 
     def _write_now(
-        self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any, record: WriteRecord | None = None
+        self, data: TensorDictBase, how: str, update_priority: bool, lanes: object, record: WriteRecord | None = None
     ) -> Any:
         """Check and transform the data, let the writer write it, and tell the sampler.
 
@@ -1111,7 +1112,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         return Lane(self, lane)
 
-    def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: torch.Tensor | None = None) -> int:
+    def write_back(self, batch: TensorDictBase, keys: object, *, sampled_at: torch.Tensor | None = None) -> int:
         """Write entries of a sampled batch, such as recurrent states, to its rows; return the number of rows written.
 
         Rows that have been replaced since they were sampled are skipped, and so is the padding of sequences. If a row
@@ -1150,7 +1151,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return self._write_back(batch, *self._checked_entries(batch, keys, sampled_at))
 
     def _checked_entries(
-        self, batch: TensorDictBase, keys: Any, sampled_at: torch.Tensor | None
+        self, batch: TensorDictBase, keys: object, sampled_at: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[str, ...], torch.Tensor]]:
         """Raise the errors of :meth:`write_back`; return the index, the stamps and the entries, by row."""
         self._refuse_shut_down()
@@ -1200,7 +1201,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
         return len(flat)
 
-    def set_at_(self, key: NestedKey, value: Any, index: Any) -> Self:
+    def set_at_(self, key: NestedKey, value: object, index: object) -> Self:
         """Set the entry ``key`` of the rows at ``index``; return the buffer.
 
         The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``. If the buffer reads them as
@@ -1228,7 +1229,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         self.storage.edit(lambda data: setitem(data[key], ..., value), index)  # pyrefly: ignore [no-matching-overload]
         return self
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
+    def set_(self, *_: object, **__: object) -> NoReturn:
         """Raise a NotImplementedError, as ``update_`` does: ``rb[key] = value`` takes what ``rb[key]`` gives."""
         raise NotImplementedError(
             "set_ and update_ have another form here: use rb[key] = value, which takes what rb[key] gives"
@@ -1236,7 +1237,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     update_: Any = set_
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         """Set the rows at ``index``, in the shape in which ``rb[index]`` reads them.
 
         If ``index`` is a key, set the entry with this key in all rows: ``[T, ...]``, or ``[E, T, ...]`` if ``ndim=2``.
@@ -1266,7 +1267,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             allowed = "rows can be read and saved, but no longer sampled, written or edited"
             raise waiting.ShutDown(f"the buffer has been shut down: {allowed}")
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: object) -> None:
         """Tell the sampler that the rows at ``index`` were written; writers call this method."""
         with self._locked():
             super().mark_update(index)
@@ -1449,10 +1450,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         self,
         dataset_id: str,
         *,
-        env: Any = None,
-        observation_space: Any = None,
-        action_space: Any = None,
-        **kwargs: Any,
+        env: object = None,
+        observation_space: object = None,
+        action_space: object = None,
+        **kwargs: object,
     ) -> Any:
         """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
 
@@ -1554,13 +1555,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         load_buffer(self, path, rows_only=rows_only)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
         self._initialize()
         with at_rest(self):
             return capture(self, copies=True)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore the state of :meth:`state_dict`; flow control as in :meth:`loads`.
 
         Raises:
@@ -1644,7 +1645,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if share is not None:
                 share()
 
-    def recover(self, storage: Any, new: torch.Tensor) -> None:
+    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """Count what was written, after a process died or a thread was interrupted; the storage calls this method."""
         if self.flow is not None:
             self.flow.inserts.settle(storage.ring.publication)
@@ -1707,12 +1708,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return self.storage.lock
 
     @_replay_lock.setter
-    def _replay_lock(self, lock: Any) -> None:
+    def _replay_lock(self, lock: object) -> None:
         """Drop the lock that TorchRL makes."""
 
     # -- components
 
-    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+    def set_storage(self, storage: Storage, collate_fn: Callable[..., object] | None = None) -> Storage:
         """Replace the storage, together with its rows; return the old storage.
 
         Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
@@ -1821,14 +1822,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     # -- pickling
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if get_spawning_popen() is not None and self.parts is not None:
             self.share()
         state = super().__getstate__()
         state |= {"plans": {}, "_recorder": (None, None, None)}  # these hold addresses
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         generator = unpickled_generator(state.pop("generator"))
         super().__setstate__(state)
         if generator is not None:
@@ -1893,7 +1894,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().__init__(storage=rows, sampler=sampler, **kwargs)
 
 
-def _names_rows(index: Any, ndim: int) -> bool:
+def _names_rows(index: object, ndim: int) -> bool:
     """Whether an index consists of one integer, or one list of integers, per dim."""
     parts = index if isinstance(index, tuple) else ()
     kinds = [getattr(part, "dtype", np.asarray(part).dtype) for part in parts if not isinstance(part, slice)]

@@ -19,6 +19,7 @@ from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.indexing import Info
 from rlbuf_td.writers.estimator import Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
 
@@ -247,7 +248,7 @@ class RolloutBuffer(ReplayBuffer):
         self._require_estimates()
         return super()._draw(size, is_returned)
 
-    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+    def _finish(self, batch: object, info: Info) -> Sample:
         batch, info = super()._finish(batch, info)
         if self.normalize_advantage == "minibatch":
             key, estimator = self._writer.advantage_key, self._writer.estimator
@@ -320,7 +321,7 @@ def _sampler_for(
     return chunks
 
 
-def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: Any, storage: Any, writer: Any) -> None:
+def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: object, storage: Any, writer: object) -> None:
     if num_steps < 1 or (num_envs is not None and num_envs < 1):
         raise ValueError(f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}")
     if normalize not in (None, "rollout", "minibatch"):

@@ -74,7 +74,7 @@ def _copy(
     cls: type[Buffer],
     rb: TensorDictReplayBuffer,
     capacity: int | None,
-    choose: Callable[[Any], TensorDictBase],
+    choose: Callable[[object], TensorDictBase],
     kwargs: dict[str, Any],
 ) -> tuple[Buffer, torch.Tensor]:
     """Return a buffer with the rows of ``rb``, and the flat index of each row in ``rb``."""
@@ -149,7 +149,7 @@ def _refuse_short(file: Path, nbytes: int) -> None:
         raise CheckpointError(f"{file} {fault}: the dump is incomplete; nothing has been changed")
 
 
-def _set_priorities(new: TensorDictReplayBuffer, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:
+def _set_priorities(new: TensorDictReplayBuffer, cells: torch.Tensor, state: Mapping[str, object] | None) -> None:
     """Give each row ``i`` of a new buffer the priority of row ``cells[i]`` in the state of TorchRL's sampler."""
     sampler = getattr(new.sampler, "innermost", new.sampler)
     if state is None or not isinstance(sampler, Prioritized):

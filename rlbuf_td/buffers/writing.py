@@ -28,7 +28,7 @@ def with_lanes(lane_key: NestedKey, data: TensorDictBase) -> tuple[TensorDictBas
     return reshaped(data, lambda rows: rows.reshape(-1)), lanes.reshape(-1)
 
 
-def refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: Any) -> None:
+def refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: object) -> None:
     """Raise a ValueError if the data names other lanes at ``lane_key`` than ``lanes``."""
     own = data.get(lane_key, None)
     given = lanes.detach().cpu().numpy() if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
@@ -44,7 +44,7 @@ def refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: Any) ->
         )
 
 
-def refuse_other_stamps(stamps: Any, shape: torch.Size) -> None:
+def refuse_other_stamps(stamps: object, shape: torch.Size) -> None:
     if not isinstance(stamps, torch.Tensor) or stamps.shape != shape:
         found = [*stamps.shape] if isinstance(stamps, torch.Tensor) else stamps
         raise ValueError(f"sampled_at= takes the stamps of the batch's rows, {[*shape]}, got {found}")
@@ -87,7 +87,7 @@ def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> Non
     )
 
 
-def refuse_other_data(how: str, data: Any) -> NoReturn:
+def refuse_other_data(how: str, data: object) -> NoReturn:
     remedy = wrapping(data, "[n]" if how == "extend" else "[]")
     raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}: {remedy}")
 

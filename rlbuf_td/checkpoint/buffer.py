@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter
 
 from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, reading, writing
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of
+from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of
 from rlbuf_td.storages.indexing import row_count, written_rows
 from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
@@ -67,7 +67,7 @@ def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
         warnings.warn(f"the {rows.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
 
 
-def _refuse_other_parts(rb: ReplayBuffer, saved: dict[str, Any], rows_only: bool) -> None:
+def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None:
     own = {"storage": type(rb.storage).__name__}
     if not rows_only:
         own |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
@@ -90,8 +90,8 @@ class Checkpoint:
     shape: tuple[int, ...]  # the capacity, [T, *lanes]
     rows: TensorDictBase | None  # the written rows, [n] or [steps, E]; None if there are none
     storage: PackedStorage | None  # the rows in a storage of that capacity in RAM; None before the first write
-    sampler: dict[str, Any]  # the sampler's state
-    writer: dict[str, Any]  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
+    sampler: State  # the sampler's state
+    writer: State  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -149,7 +149,7 @@ def at_rest(rb: ReplayBuffer) -> Iterator[None]:
         yield
 
 
-def capture(rb: ReplayBuffer, *, copies: bool) -> dict[str, Any]:
+def capture(rb: ReplayBuffer, *, copies: bool) -> State:
     """Return all state that determines the behaviour of a buffer, with copies or views of its tensors."""
     generator = generator_of(rb)
     parts = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer, "_transforms": rb.transform}
@@ -167,13 +167,13 @@ def capture(rb: ReplayBuffer, *, copies: bool) -> dict[str, Any]:
     }
 
 
-def name_of(part: Any) -> str:
+def name_of(part: object) -> str:
     """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
 
-def refuse(rb: ReplayBuffer, state: dict[str, Any]) -> None:
+def refuse(rb: ReplayBuffer, state: State) -> None:
     """Raise an error if a state has a wrong number that its part does not refuse."""
     counts = [*map(state.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED))]
     counts += map(state["_writer"].get, ("_cursor", "_write_count"))
@@ -187,7 +187,7 @@ def refuse(rb: ReplayBuffer, state: dict[str, Any]) -> None:
 
 def restore(
     rb: ReplayBuffer,
-    state: dict[str, Any],
+    state: State,
     put: Callable[[], Moves | None],
     *,
     is_exact: bool = True,
@@ -239,7 +239,7 @@ def restore(
         own.largest = largest
 
 
-def _restore_settings(sampler: Any, state: dict[str, Any], undo: ExitStack) -> None:
+def _restore_settings(sampler: Any, state: State, undo: ExitStack) -> None:
     """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
     while sampler is not None and hasattr(sampler, "snapshot"):
         own = state.get("settings", state)
@@ -262,7 +262,7 @@ def _end_loaded(rb: ReplayBuffer) -> None:
 
 
 def of_other_capacity(
-    rb: ReplayBuffer, state: dict[str, Any], rows: SavedRows | None, saved: int, own: int
+    rb: ReplayBuffer, state: State, rows: SavedRows | None, saved: int, own: int
 ) -> tuple[torch.Tensor, float] | None:
     """Return the magnitudes of the saved rows, and the largest one so far; None without rows or priorities.
 
@@ -285,13 +285,13 @@ def of_other_capacity(
     return magnitude, largest
 
 
-def innermost_of(sampler: Any) -> Any:
+def innermost_of(sampler: object) -> Any:
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     return sampler
 
 
-def innermost_state(state: dict[str, Any]) -> dict[str, Any]:
+def innermost_state(state: State) -> State:
     while "sampler" in state:
         state = state["sampler"]
     return state
@@ -300,7 +300,7 @@ def innermost_state(state: dict[str, Any]) -> dict[str, Any]:
 # -- generators
 
 
-def restore_generator(rb: ReplayBuffer, saved: tuple[Any, str] | None) -> None:
+def restore_generator(rb: ReplayBuffer, saved: tuple[object, str] | None) -> None:
     """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
     if saved is None:
         return

@@ -31,6 +31,8 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.storages.checks import State
+
 FORMAT = "rlbuf_td checkpoint"
 DATA, MANIFEST = "data", "manifest.json"
 _LOCK, _NEXT = ".lock", f"{MANIFEST}.next"
@@ -73,7 +75,7 @@ def chunk_name(data: np.ndarray | bytes) -> str:
     return f"{checksum(data)}-{len(data)}.bin"
 
 
-def _chunk_size(name: Any) -> int:
+def _chunk_size(name: object) -> int:
     found = _CHUNK.fullmatch(name) if isinstance(name, str) else None
     if found is None:
         raise CheckpointError(f"the manifest names {name!r}, which is not a file of a dump")
@@ -103,7 +105,7 @@ class DumpWriter:
             return Dump(self.path)
         return None
 
-    def write(self, state: dict[str, Any]) -> None:
+    def write(self, state: State) -> None:
         """Write a state, whose tensors may be on any device, and replace the manifest by one of this dump.
 
         A chunk that is in the previous dump is not written again.
@@ -165,7 +167,7 @@ def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
             writer.clean()
 
 
-def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
+def save_state(path: str | Path, kind: str, state: State) -> None:
     with writing(path, kind) as writer:
         writer.write(state)
 
@@ -243,11 +245,11 @@ class Dump:
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return the state; the tensors of a buffer's rows are not read yet."""
         return {key: self._decode(value, (key,)) for key, value in self._state.items()}
 
-    def _decode(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _decode(self, value: object, path: tuple[str, ...]) -> Any:
         if isinstance(value, list):
             return [self._decode(item, path) for item in value]
         if not isinstance(value, dict):
@@ -352,7 +354,7 @@ def reading(path: str | Path, kind: str) -> Iterator[Dump]:
             raise CheckpointError(f"cannot load {folder}: {words}") from error
 
 
-def load_state(path: str | Path, kind: str) -> dict[str, Any]:
+def load_state(path: str | Path, kind: str) -> State:
     with reading(path, kind) as dump:
         return dump.state()
 

@@ -23,6 +23,7 @@ from rlbuf_td.distributed.shard import ROW, SHARD, Report, Request, Spec, layout
 from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import refuse_index
@@ -82,10 +83,10 @@ class Client:
         self._ahead: Draw | None = None
         self.stale = self.retries = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"given": self._given, "beta": self.beta}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         Client.__init__(self, *state["given"])
         self.beta = state["beta"]
 

@@ -110,7 +110,7 @@ class Links:
         self.hear(place, report)
         del self._probes[place]
 
-    def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def start(self, method: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """Call ``method`` of each shard with its ``arguments``; return Ray's references to the answers."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
@@ -124,14 +124,14 @@ class Links:
                 self.lose(place)
         return answers
 
-    def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
+    def receive(self, calls: Mapping[int, object]) -> dict[int, Answer]:
         """Wait for the answers to requests, and store the shard's report in each."""
         answers = {place: pickle.loads(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)
         return answers
 
-    def reports(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Report]:
+    def reports(self, calls: Mapping[int, object], patience: float | None = None) -> dict[int, Report]:
         """Wait for calls that return reports; store and return the reports."""
         reports = self.finish(calls, patience)
         for place, report in reports.items():

@@ -62,7 +62,7 @@ class Spec(NamedTuple):
         return cls(*common, True, inner.beta, inner.weight_norm, inner.stratified, inner.reduction, windows)
 
 
-def checked_sampler(buffer: Any) -> Any:
+def checked_sampler(buffer: object) -> Any:
     """Return the buffer's sampler without its wrappers; TypeError or ValueError if the buffer cannot be sharded."""
     if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, PackedStorage):
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")

@@ -23,7 +23,7 @@ from rlbuf_td.checkpoint import CheckpointError, load_state, save_state
 from rlbuf_td.checkpoint.files import delete_others, is_folder, new_folder
 from rlbuf_td.distributed.client import Client
 from rlbuf_td.distributed.shard import Shard, Spec
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import State, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 _POLL = 0.002  # seconds between two questions whether flow control admits a call
@@ -36,7 +36,7 @@ class Manifest(NamedTuple):
     dump: str  # the subfolder, with a folder for each shard
     steps: list[int]  # the number of time steps of each shard
     lanes: int
-    flow: dict[str, Any] | None  # the state of flow control
+    flow: State | None  # the state of flow control
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

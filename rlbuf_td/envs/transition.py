@@ -12,7 +12,13 @@ from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, wal
 
 
 def make_transition(
-    obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, **extras: object
+    obs: object,
+    action: object,
+    reward: object,
+    next_obs: object,
+    terminated: object,
+    truncated: object,
+    **extras: object,
 ) -> TensorDict:
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
@@ -78,7 +84,7 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
     return {key: tensors_of(value, *path, key) for key, value in obs.items()}
 
 
-def _refuse_unlike(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
     shapes = [{key: tuple(value.shape) for key, value in walk(part)} for part in (before, after)]
     for key in {**shapes[0], **shapes[1]}:
         this, following = (f"of shape {each[key]}" if key in each else "missing" for each in shapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class TimeLayout(NamedTuple):
         first = next(iter(inputs.values()))
         shape, device = tuple(first.shape), first.device
         if any(x.shape != shape for x in inputs.values()):
-            found: dict[str, Any] = {name: tuple(x.shape) for name, x in inputs.items()}
+            found: dict[str, object] = {name: tuple(x.shape) for name, x in inputs.items()}
             raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {found}.")
         if any(x.device != device for x in inputs.values()):
             found = {name: str(x.device) for name, x in inputs.items()}

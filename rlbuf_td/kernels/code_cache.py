@@ -23,22 +23,30 @@ from contextlib import suppress
 from functools import cache, cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from filelock import FileLock
 from numba import config, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
+if TYPE_CHECKING:
+    from numba.core.caching import _CacheLocator
+    from numba.core.compiler import CompileResult
+    from numba.core.cpu import CPUContext
+    from numba.core.dispatcher import Dispatcher
+    from numba.core.typing import Signature
+
+Found = TypeVar("Found")
 _ROOM = Path(__file__).parent
 _PATIENCE = 600  # seconds that a process waits for another one, which may have been stopped
 _COMPILER = "rlbuf_td_compiler"  # the name of a thread that compiles
 
 
-def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def cached_njit(**options: object) -> Callable[[Callable[..., object]], Dispatcher]:
     """Return a decorator like ``numba.njit`` that keeps the compiled code."""
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate(function: Callable[..., object]) -> Dispatcher:
         loop = njit(**options)(function)
         if folder() is not None:
             loop._cache = _Cache(function)  # instead of the cache that numba sets for ``cache=True``
@@ -65,7 +73,7 @@ class Callback:
         return int(self._compiled.address or 0)
 
 
-def _compile(loop: Any, compile_: Callable[[Any], Any], signature: Any) -> Any:
+def _compile(loop: Dispatcher, compile_: Callable[[Signature], Found], signature: Signature) -> Found:
     """Load or compile a loop in a thread of its own, which also compiles what the loop calls: it holds numba's lock.
 
     Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to those of all callers, and would
@@ -74,7 +82,7 @@ def _compile(loop: Any, compile_: Callable[[Any], Any], signature: Any) -> Any:
     return compile_(signature) if signature in loop.overloads else _in_thread(partial(compile_, signature))
 
 
-def _in_thread(work: Callable[[], Any]) -> Any:
+def _in_thread(work: Callable[[], Found]) -> Found:
     if threading.current_thread().name.startswith(_COMPILER):
         return work()
     with ThreadPoolExecutor(1, _COMPILER) as threads:
@@ -84,7 +92,7 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 class _Cache(FunctionCache):
     """The files of one loop, in the folder of all loops."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
         place, self._file_name = _locator().get_cache_path(), f"{function.__module__}.{self._impl.filename_base}"
         self._impl._locator, self._cache_path = _locator(), place
@@ -99,7 +107,7 @@ class _Cache(FunctionCache):
             self._locks[process] = FileLock(path, timeout=_PATIENCE)  # a thread can take it again
         return self._locks[process]
 
-    def load_overload(self, signature: Any, target: Any) -> Any:
+    def load_overload(self, signature: Signature, target: CPUContext) -> CompileResult | None:
         found = self._load(signature, target)
         if found is None:
             # Loops do not call each other in a circle, so that no two processes wait for each other.
@@ -113,11 +121,12 @@ class _Cache(FunctionCache):
             _announce()
         return found
 
-    def _load(self, signature: Any, target: Any) -> Any:
+    def _load(self, signature: Signature, target: CPUContext) -> CompileResult | None:
         with suppress(OSError):
             return super().load_overload(signature, target)
+        return None
 
-    def save_overload(self, signature: Any, code: Any) -> None:
+    def save_overload(self, signature: Signature, code: CompileResult) -> None:
         if self._lock.is_locked:  # otherwise, two processes could mix up the code of two signatures
             with suppress(OSError):  # disk full, or a folder that was deleted: the next process compiles
                 super().save_overload(signature, code)
@@ -139,7 +148,7 @@ def _digest() -> str:
 
 
 @cache
-def _locator() -> Any:
+def _locator() -> _CacheLocator:
     """Return what numba finds the place of this module's code with; raise a RuntimeError if none is writable."""
     try:
         return FunctionCache(cached_njit)._impl.locator

@@ -6,12 +6,16 @@ addresses; the caller must keep the memory alive.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.base import BaseContext
+from numba.core.typing import Signature
 from numba.extending import intrinsic
 
 from rlbuf_td.kernels.code_cache import cached_njit
@@ -22,138 +26,127 @@ kernel = cached_njit(nogil=True, error_model="numpy")
 inlined = njit(inline="always")
 
 
-@intrinsic
-def pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+class Place(NamedTuple):
+    """Where an instruction stands: what emits its code, and the types of its arguments."""
 
-    return types.voidptr(types.intp), generate
+    context: BaseContext
+    builder: ir.IRBuilder
+    kinds: tuple[types.Type, ...]
 
 
-@intrinsic
-def call(typing_context: Any, function: Any, argument: Any) -> Any:
+def instruction(typed: Callable[..., Signature]) -> Callable[[Callable[..., ir.Value | None]], Callable[..., Any]]:
+    """Return a decorator of a function that emits the code of an instruction, and returns its value, if it has one.
+
+    ``typed`` returns the signature of the instruction for the types of its arguments.
+    """
+
+    def decorate(emit: Callable[..., ir.Value | None]) -> Callable[..., Any]:
+        @intrinsic
+        @wraps(emit)  # numba reads the number of arguments from the function
+        def found(typing_context: object, *kinds: types.Type) -> tuple[Signature, Callable[..., ir.Value]]:
+            def generate(
+                context: BaseContext, builder: ir.IRBuilder, signature: Signature, values: list[ir.Value]
+            ) -> ir.Value:
+                value = emit(Place(context, builder, signature.args), *values)
+                return context.get_dummy_value() if value is None else value
+
+            return typed(*kinds), generate
+
+        return found
+
+    return decorate
+
+
+@instruction(lambda address: types.voidptr(types.intp))
+def pointer(at: Place, address: ir.Value) -> ir.Value:
+    return at.builder.inttoptr(address, cgutils.voidptr_t)
+
+
+@instruction(lambda function, argument: types.void(types.int64, types.int64))
+def call(at: Place, function: ir.Value, argument: ir.Value) -> None:
     """Call a :class:`Callback` by its address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.PointerType(ir.FunctionType(ir.VoidType(), [ir.IntType(64)]))
-        builder.call(builder.inttoptr(arguments[0], kind), [arguments[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    kind = ir.PointerType(ir.FunctionType(ir.VoidType(), [ir.IntType(64)]))
+    at.builder.call(at.builder.inttoptr(function, kind), [argument])
 
 
-@intrinsic
-def address_of(typing_context: Any, array: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.ptrtoint(array.data, ir.IntType(64))
-
-    return types.int64(array), generate
+@instruction(lambda array: types.int64(array))
+def address_of(at: Place, array: ir.Value) -> ir.Value:
+    found = at.context.make_array(at.kinds[0])(at.context, at.builder, array)
+    return at.builder.ptrtoint(found.data, ir.IntType(64))
 
 
-@intrinsic
-def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, to, since, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+@instruction(lambda target, source, count: types.void(types.int64, types.int64, types.int64))
+def copy_bytes(at: Place, target: ir.Value, source: ir.Value, count: ir.Value) -> None:
+    to, since = (at.builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
+    cgutils.raw_memcpy(at.builder, to, since, count, 1)
 
 
 _LINE = 64  # bytes per cache line
 _VECTOR = ir.VectorType(ir.IntType(64), 4)
 
 
-@intrinsic
-def _stream_half_line(typing_context: Any, target: Any, source: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, since = (builder.inttoptr(address, ir.PointerType(_VECTOR)) for address in arguments)
-        written = builder.store(builder.load(since, align=1), to, align=_LINE // 2)
-        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+@instruction(lambda target, source: types.void(types.int64, types.int64))
+def _stream_half_line(at: Place, target: ir.Value, source: ir.Value) -> None:
+    builder = at.builder
+    to, since = (builder.inttoptr(address, ir.PointerType(_VECTOR)) for address in (target, source))
+    written = builder.store(builder.load(since, align=1), to, align=_LINE // 2)
+    written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
-@intrinsic
-def finish_streams(typing_context: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+@instruction(lambda: types.void())
+def finish_streams(at: Place) -> None:
+    at.builder.fence("seq_cst")
 
 
-@intrinsic
-def barrier(typing_context: Any) -> Any:
+@instruction(lambda: types.void())
+def barrier(at: Place) -> None:
     """Keep the order of the stores before and after, as another process finds them if this one dies."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("acq_rel")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    at.builder.fence("acq_rel")
 
 
-@intrinsic
-def prefetch(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        line = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [line.type, *[ir.IntType(32)] * 3])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
-        builder.call(function, [line, for_reading, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+@instruction(lambda address: types.void(types.int64))
+def prefetch(at: Place, address: ir.Value) -> None:
+    line = at.builder.inttoptr(address, cgutils.voidptr_t)
+    kind = ir.FunctionType(ir.VoidType(), [line.type, *[ir.IntType(32)] * 3])
+    function = cgutils.get_or_insert_function(at.builder.module, kind, "llvm.prefetch.p0")
+    for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+    at.builder.call(function, [line, for_reading, keep, data])
 
 
-@intrinsic
-def touch(typing_context: Any, address: Any) -> Any:
+@instruction(lambda address: types.void(types.int64))
+def touch(at: Place, address: ir.Value) -> None:
     """Load the byte at an address and discard it. Processors drop some of many prefetches, but never a load."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], ir.PointerType(ir.IntType(8)))
-        # The compiler removes a plain load that nobody reads; "monotonic" is the cheapest that it keeps (1: any place).
-        builder.load_atomic(place, "monotonic", 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    place = at.builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
+    # The compiler removes a plain load that nobody reads; "monotonic" is the cheapest that it keeps (1: any place).
+    at.builder.load_atomic(place, "monotonic", 1)
 
 
-@intrinsic
-def load(typing_context: Any, address: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))
-        return context.unpack_value(builder, kind.dtype, place)
-
-    return kind.dtype(types.int64, kind), generate
+@instruction(lambda address, kind: kind.dtype(types.int64, kind))
+def load(at: Place, address: ir.Value, kind: ir.Value) -> ir.Value:
+    dtype = at.kinds[1].dtype
+    place = at.builder.inttoptr(address, ir.PointerType(at.context.get_data_type(dtype)))
+    return at.context.unpack_value(at.builder, dtype, place)
 
 
-@intrinsic
-def load_fields(typing_context: Any, address: Any, i: Any, kind: Any) -> Any:
+def _fields(address: types.Type, i: types.Type, kind: types.Type) -> Signature:
+    found = types.NamedUniTuple(types.int64, len(kind.instance_class._fields), kind.instance_class)
+    return found(types.int64, types.int64, kind)
+
+
+@instruction(_fields)
+def load_fields(at: Place, address: ir.Value, i: ir.Value, kind: ir.Value) -> ir.Value:
     """Load element ``i`` of an array of NamedTuples ``kind`` of int64. It stays in registers when memory is written."""
-    count = len(kind.instance_class._fields)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = ir.IntType(64)
-        array, first = builder.inttoptr(arguments[0], ir.PointerType(number)), builder.mul(arguments[1], number(count))
-        places = (builder.gep(array, [builder.add(first, number(field))]) for field in range(count))
-        return cgutils.pack_array(builder, [builder.load(place) for place in places])
-
-    found = types.NamedUniTuple(types.int64, count, kind.instance_class)
-    return found(types.int64, types.int64, kind), generate
+    number, count, builder = ir.IntType(64), len(at.kinds[2].instance_class._fields), at.builder
+    array, first = builder.inttoptr(address, ir.PointerType(number)), builder.mul(i, number(count))
+    places = (builder.gep(array, [builder.add(first, number(field))]) for field in range(count))
+    return cgutils.pack_array(builder, [builder.load(place) for place in places])
 
 
-@intrinsic
-def store(typing_context: Any, address: Any, value: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))
-        context.pack_value(builder, kind.dtype, arguments[1], place)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, kind.dtype, kind), generate
+@instruction(lambda address, value, kind: types.void(types.int64, kind.dtype, kind))
+def store(at: Place, address: ir.Value, value: ir.Value, kind: ir.Value) -> None:
+    dtype = at.kinds[2].dtype
+    place = at.builder.inttoptr(address, ir.PointerType(at.context.get_data_type(dtype)))
+    at.context.pack_value(at.builder, dtype, value, place)
 
 
 _ON_BYTES = types.int64, types.int64, types.int64

@@ -19,14 +19,19 @@ from functools import cache, wraps
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from numba.core.dispatcher import Dispatcher
+
 Backend: TypeAlias = Literal["numba", "torch"]
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 #: Why nothing can be compiled in this process; "" if loops can be. ``NUMBA_DISABLE_JIT=1`` is for debuggers.
 OFF = "NUMBA_DISABLE_JIT is set" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else ""
@@ -62,14 +67,14 @@ def refuse_without_compiler(what: str) -> None:
         raise RuntimeError(f"{what} compiled loops, and {OFF}: install numba, and unset NUMBA_DISABLE_JIT")
 
 
-def untraced(reason: str) -> Callable[[Method], Method]:
+def untraced(reason: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
     """Return a decorator like ``torch.compiler.disable``, with less to do in a process that traces nothing.
 
     What that one does in each call takes a tenth of the time of a sample in a learner's loop.
     """
 
-    def decorate(method: Method) -> Method:
-        outside: Any = torch.compiler.disable(method, reason=reason)
+    def decorate(method: Callable[Given, Result]) -> Callable[Given, Result]:
+        outside = torch.compiler.disable(method, reason=reason)
         try:
             from torch._C._dynamo.eval_frame import get_eval_frame_callback as tracer
             from torch._dynamo.decorators import skip
@@ -77,11 +82,11 @@ def untraced(reason: str) -> Callable[[Method], Method]:
             return outside
 
         @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
             return method(*args, **kwargs) if tracer() is None else outside(*args, **kwargs)
 
         call._torchdynamo_disable_msg = reason  # pyrefly: ignore [missing-attribute]
-        return cast("Method", skip(call))
+        return skip(call)
 
     return decorate
 
@@ -116,19 +121,19 @@ def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
+def record_of(dtype: np.dtype, **fields: float) -> np.ndarray:
     """Return a record that compiled loops read, ``[1]``; a missing field is 0."""
     return np.array([tuple(fields.get(name, 0) for name in dtype.names or ())], dtype)
 
 
 @cache
-def loop(module: str, name: str, **examples: Any) -> Callable[..., Any]:
+def loop(module: str, name: str, **examples: object) -> Callable[..., Any]:
     """Return the :func:`machine_code` of a loop in a module of this room, which is imported when it is needed."""
     return machine_code(getattr(importlib.import_module(f"{__package__}.{module}"), name), **examples)
 
 
 @torch.compiler.disable(reason="torch.compile would trace numba's compiler")
-def machine_code(loop: Any, **examples: Any) -> Callable[..., Any]:
+def machine_code(loop: Dispatcher, **examples: object) -> Callable[..., Any]:
     """Compile a numba loop for the types of its arguments, and return the compiled function.
 
     A parameter has the type of its example, otherwise that of its annotation (a type of numbers, or a NamedTuple of
@@ -144,6 +149,6 @@ def machine_code(loop: Any, **examples: Any) -> Callable[..., Any]:
     return loop.compile(tuple(map(typeof, given.values())))
 
 
-def _example_of(kind: type) -> Any:
+def _example_of(kind: type[Result]) -> Result:
     """Return 0 of a type of numbers, or a NamedTuple of such examples."""
     return kind(*map(_example_of, get_type_hints(kind).values()))

@@ -74,7 +74,7 @@ def _is_readable(tensor: Any, entry: Entry) -> bool:
     return is_like and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
-def _never(*tensors: Any) -> bool:
+def _never(*tensors: object) -> bool:
     return False
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def step_of(batch: int, stratified: bool) -> int:
 _known_step_of = cache(step_of)
 
 
-def law_of(batch: int, stratified: bool, beta: Any, norm: str | None) -> DrawLaw:
+def law_of(batch: int, stratified: bool, beta: float | Tensor, norm: str | None) -> DrawLaw:
     """Return how a compiled loop draws; the arguments are those of :func:`rlbuf_td.kernels.sum_tree.draw`."""
     return tuple.__new__(DrawLaw, (_known_step_of(batch, stratified), float(beta), NORMS[norm]))  # pyrefly: ignore [bad-specialization]  # without a call more
 

@@ -17,8 +17,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
-from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, state_of
-from rlbuf_td.storages.indexing import moved, stored_rows
+from rlbuf_td.storages.checks import OUT_OF_ORDER, State, require_packed, state_of
+from rlbuf_td.storages.indexing import Info, moved, stored_rows
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
 
@@ -29,7 +29,7 @@ NO_PRIORITY = "no row has a positive priority: set a TD error other than 0, or u
 class OwnSignature:
     """Descriptor for ``__signature__``: shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
 
-    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if owner.__init__ is object.__init__:
             return inspect.Signature()
         signature = inspect.signature(owner.__init__)
@@ -46,14 +46,14 @@ class Setting:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, part: Any, value: Any) -> None:
+    def __set__(self, part: Any, value: object) -> None:
         if self._is_fixed and self._name in part.__dict__:
             raise AttributeError(f"{self._name} is fixed when a {type(part).__name__} is created: create another one")
         part.__dict__[self._name] = self._check(self._name, value)
         part.settings_changed()
 
 
-def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
+def setting(check: Callable[[str, object], object], *, is_fixed: bool = False) -> Any:
     return Setting(check, is_fixed)
 
 
@@ -71,11 +71,11 @@ class StatefulSampler(Sampler):
     def settings_changed(self) -> None:
         """Update the values that depend on settings; each change of a setting calls this method."""
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> State:
         return {name: getattr(self, name) for name in self.state_keys}
 
     @contextmanager
-    def _set(self, settings: dict[str, Any]) -> Iterator[None]:
+    def _set(self, settings: State) -> Iterator[None]:
         """Change settings one by one, and restore the old ones if one is refused or the ``with`` block raises."""
         before = self._settings()
         try:
@@ -87,15 +87,15 @@ class StatefulSampler(Sampler):
                 setattr(self, name, value)
             raise
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Return the state without copying its tensors; by default, the settings."""
         return self._settings()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return a copy of the state, without the random generator."""
         return _copy_of(self.snapshot())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a setting is out of range."""
         with state_of(self), self._set({name: _copy_of(state_dict[name]) for name in self.state_keys}):
             pass
@@ -113,7 +113,7 @@ class StatefulSampler(Sampler):
 
     extend = add
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_rng": None}
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class StatefulSampler(Sampler):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _copy_of(state: Any) -> Any:
+def _copy_of(state: object) -> Any:
     return tree_map_only(Tensor, Tensor.clone, state)
 
 
@@ -160,7 +160,7 @@ class OneStorage:
             raise ValueError(f"{reason}: use one sampler per buffer")
         self._storage = ref(storage)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {}
 
 
@@ -198,7 +198,7 @@ def refuse_taken(sampler: Sampler, stored: Mapping[str, Any], report_keys: Itera
         refuse_other_index(stored["index"])
 
 
-def rows_drawn(sampler: Sampler, drawn: Any) -> tuple[Tensor, dict[Any, Any]]:
+def rows_drawn(sampler: Sampler, drawn: Any) -> tuple[Tensor, Info]:
     """Return the flat rows, ``[B]`` int64, and the further entries that a sampler's ``draw`` has returned.
 
     A tensor of rows alone has no further entries. Raises a TypeError if ``draw`` returned something else.
@@ -244,7 +244,7 @@ def permutation(count: int, generator: torch.Generator | None, device: torch.dev
     return torch.randperm(count, generator=generator, device=source).to(device)
 
 
-def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
+def as_errors(priority: object, rows: int, device: torch.device) -> Tensor:
     """Convert TD errors (one per row, or one for all rows) to a contiguous ``[rows]`` float tensor on ``device``."""
     td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
     if td_error.is_complex():

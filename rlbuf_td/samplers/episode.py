@@ -18,6 +18,7 @@ from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
+from rlbuf_td.storages.indexing import Info
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -168,7 +169,7 @@ class EpisodeSampler(SamplerWrapper):
             self.warn_if_interleaved(storage)
         return self.batch_of(storage, anchors, {})
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as a flat batch."""
         pieces = self._pieces(storage, flat)
         episode, step, real = self._layout_of(pieces.rows)
@@ -251,7 +252,7 @@ class EpisodeSampler(SamplerWrapper):
         is_last = (step == pieces.length[episode] - 1).view(-1, *[1] * len(shape)).expand_as(reward)
         return reward2go(reward, is_last, self.gamma or 0.0, time_dim=0)
 
-    def rows_per_window(self, info: dict[Any, Any]) -> int:
+    def rows_per_window(self, info: Info) -> int:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         episode = info["episode"]
         return len(episode) // (int(episode[-1]) + 1) if len(episode) else 1
@@ -260,7 +261,7 @@ class EpisodeSampler(SamplerWrapper):
         yield from super()._revised_keys()
         yield self.init_key
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {"_listed": (None, None)}
 
 

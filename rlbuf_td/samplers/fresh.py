@@ -15,9 +15,9 @@ from rlbuf_td.kernels.dispatch import loop, refuse_without_compiler
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import state_of, whole
+from rlbuf_td.storages.checks import State, state_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY
-from rlbuf_td.storages.indexing import refuse_unwritten
+from rlbuf_td.storages.indexing import Info, refuse_unwritten
 from rlbuf_td.storages.ring import Ring
 
 
@@ -51,7 +51,7 @@ class FreshQueue:
         """Return the serial of the next row of each lane to hand out, ``[E]``, a view; never one that is gone."""
         return np.maximum(self.serials, ring.tail, out=self.serials)  # pyrefly: ignore [no-matching-overload]
 
-    def take(self, storage: Any, flat: Tensor, most: int) -> int:
+    def take(self, storage: PackedStorage, flat: Tensor, most: int) -> int:
         """Write the flat indices of the oldest fresh rows, at most ``most``, to the first elements of ``flat``.
 
         These rows are then no longer fresh. Return their number.
@@ -76,7 +76,7 @@ class FreshQueue:
             self.serials[:] = serials
 
 
-def _fresh(name: str, value: Any) -> int | str:
+def _fresh(name: str, value: object) -> int | str:
     return value if isinstance(value, str) and value == "windows" else whole(1)(name, value)
 
 
@@ -194,7 +194,7 @@ class FreshRowsSampler(SamplerWrapper):
             following[lane[is_whole]] += rows[is_whole]
         return found
 
-    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         flat, info = super().draw_rows(storage, batch_size)
         found = self._take(storage, len(flat))
@@ -238,7 +238,7 @@ class FreshRowsSampler(SamplerWrapper):
         if count and weight is not None:
             self._weigh_beside_(flat[:count], first, weight)
 
-    def _weigh_beside_(self, fresh: Tensor, drawn: Any, weight: Tensor) -> None:
+    def _weigh_beside_(self, fresh: Tensor, drawn: Tensor | None, weight: Tensor) -> None:
         """Give the fresh rows of a batch the weights that they have beside the first ``drawn`` row, ``[1]``."""
         self.innermost.rule.weigh_beside_(fresh, drawn, weight)
         if self.innermost.weight_norm == "batch":
@@ -265,11 +265,11 @@ class FreshRowsSampler(SamplerWrapper):
         if inner is not None:
             self.sampler.progress = inner  # pyrefly: ignore [missing-attribute]
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Return the state of the wrapped sampler, the setting ``fresh``, and the number of fresh rows of each lane."""
         return super().snapshot() | {"undrawn": torch.from_numpy(self.queue.waiting().copy())}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a result of :meth:`state_dict`. The storage must be loaded before the next draw or write.
 
         Raises:

@@ -15,7 +15,7 @@ TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
 
 
 def gymnasium_reward_fn(
-    env: Any,
+    env: object,
     *,
     goal_key: NestedKey = "desired_goal",
     achieved_goal_key: NestedKey = "achieved_goal",
@@ -55,7 +55,7 @@ def gymnasium_reward_fn(
 
 
 def gymnasium_terminated_fn(
-    env: Any,
+    env: object,
     *,
     goal_key: NestedKey = "desired_goal",
     achieved_goal_key: NestedKey = "achieved_goal",
@@ -93,7 +93,7 @@ def gymnasium_terminated_fn(
 
 
 def _caller(
-    env: Any, name: str, goal_key: NestedKey, achieved_goal_key: NestedKey, info_keys: Any, vectorized: bool
+    env: object, name: str, goal_key: NestedKey, achieved_goal_key: NestedKey, info_keys: Any, vectorized: bool
 ) -> TransitionFn:
     compute = _method(env, name)
     info_keys = {name: nested_key(key) for name, key in (info_keys or {}).items()}
@@ -112,7 +112,7 @@ def _caller(
     return call
 
 
-def _method(env: Any, name: str) -> Callable[..., Any]:
+def _method(env: object, name: str) -> Callable[..., Any]:
     innermost = env
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from math import log
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -257,7 +257,7 @@ def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Leaf:
     return leaf
 
 
-def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
+def _cumulative(strategy: Strategy | Mapping[Strategy, float]) -> list[float]:
     """Check ``strategy``; return its cumulative probabilities in the order of ``STRATEGIES``."""
     names = [*strategy] if isinstance(strategy, Mapping) else [strategy]
     unknown = [name for name in names if name not in (*STRATEGIES,)]
@@ -271,7 +271,7 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
     return [*accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]), 1.0]
 
 
-def _fitted(values: Any, like: Tensor, source: str, name: str) -> Tensor:
+def _fitted(values: object, like: Tensor, source: str, name: str) -> Tensor:
     """Convert the output of a user's function, one value per row, to the shape and dtype of the tensor ``like``."""
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values, device=like.device)

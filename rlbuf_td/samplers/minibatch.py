@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, OneStorage, permutation, setting
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.storages.checks import state_of, whole
+from rlbuf_td.storages.checks import State, state_of, whole
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 
 _PROGRESS = "begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_batches"
@@ -72,7 +72,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return tuple(getattr(self, name) for name in _PROGRESS)
 
     @progress.setter
-    def progress(self, progress: tuple[Any, ...]) -> None:
+    def progress(self, progress: tuple[object, ...]) -> None:
         if progress[0] is self.begun:
             self.__dict__.update(zip(_PROGRESS, progress, strict=True))
 
@@ -85,7 +85,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = self.ran_out = False
         self._remaining_batches = torch.iinfo(torch.int64).max  # unknown before the first draw
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         return nth_rows(storage, self.draw_numbers(storage, row_count(storage), batch_size)), {}
 
@@ -158,13 +158,13 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         """End a ``for`` loop over all epochs, whether it was finished or left early."""
         self._in_pass = False
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Return the settings, the position in the epoch, and the epoch's order of rows (not copied)."""
         names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
         order = None if self._order is None else alias_of(self._order)
         return {name: getattr(self, name) for name in names} | {"order": order, "in_pass": self._in_pass}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. ValueError if the saved order or position is invalid; nothing changes then."""
         with state_of(self):
             order, rows = state_dict["order"], int(state_dict["len_storage"])

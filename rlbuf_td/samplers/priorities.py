@@ -162,7 +162,7 @@ class Priorities:
 
     @untraced("an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(
-        self, index: Any, priority: Any, storage: Any, *, counts: bool, stamp: Tensor | None = None
+        self, index: object, priority: object, storage: Any, *, counts: bool, stamp: Tensor | None = None
     ) -> int | Tensor:
         """Set the priorities of rows from TD errors; if ``counts``, these can increase ``largest``.
 
@@ -248,7 +248,7 @@ class Priorities:
             self.largest = max(largest, self.largest)
         self.keep(flat)
 
-    def enter(self, index: Any, storage: Storage | None) -> None:
+    def enter(self, index: object, storage: Storage | None) -> None:
         initial = self.initial
         if not isinstance(initial, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
             initial = torch.full((), initial, dtype=torch.float64, device=self.device)
@@ -305,7 +305,7 @@ class Priorities:
                 rows = rows.clamp(min=0)
             self.file.copy(rows, self.rule.table.magnitude, float(self.largest), written)
 
-    def record_at(self, storage: Any, ring: Ring | None) -> int:
+    def record_at(self, storage: Storage, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes priorities."""
         rule, generations = self.rule, None if ring is None or ring.in_order else ring.generations
         of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()
@@ -315,7 +315,7 @@ class Priorities:
             self._record = numbers, record, record.ctypes.data  # at once: an interrupt may come
         return self._record[2]
 
-    def keep_new(self, index: Any, storage: PackedStorage) -> None:
+    def keep_new(self, index: object, storage: PackedStorage) -> None:
         """Copy the magnitudes of new rows to the file, if there is one."""
         if self.file is not None:
             self.keep(flat_rows(index, storage, self.device), storage)
@@ -353,7 +353,7 @@ class Priorities:
         self.rule.table = self.rule.make(capacity, device)
         self.rule.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
 
-    def tensors(self, table: Any = None) -> dict[str, Tensor]:
+    def tensors(self, table: object = None) -> dict[str, Tensor]:
         return {name: getattr(self.rule.table if table is None else table, name) for name in self.rule.blank}
 
     def resized(self, tensors: dict[str, Tensor], capacity: int) -> dict[str, Tensor]:
@@ -394,7 +394,7 @@ class Priorities:
                 self.rule.table.share_memory_()
             self.settings.share_memory_()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self.is_shared:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
@@ -408,7 +408,7 @@ class Priorities:
         }
 
 
-def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
+def refuse_state(tensors: object, blank: dict[str, Tensor]) -> None:
     """Raise a ValueError unless ``tensors`` match the table, ``blank``, in names, dtypes and shapes, and can occur."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
         raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")

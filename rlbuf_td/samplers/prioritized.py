@@ -17,7 +17,7 @@ from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numb
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
+from rlbuf_td.storages.checks import State, exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.memory_budget import Purpose, require_room
@@ -76,7 +76,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
         """Return the size of the priorities of ``capacity`` rows in bytes."""
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, rule = row_count(storage), self.rule
         if not rows:
@@ -129,7 +129,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.assign(index, priority, storage, counts=True)
 
     def update_sampled(
-        self, index: Any, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage
+        self, index: object, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage
     ) -> int | Tensor:
         """Update priorities as :meth:`update_priority` does, except those of rows that are gone; return their number.
 
@@ -144,19 +144,19 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.update_priority(index, td_error, storage=storage)
         return stale
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+    def mark_update(self, index: object, *, storage: Storage | None = None) -> None:
         """Set the magnitude of the newly written rows at ``index`` to :attr:`default_priority`."""
         self.priorities.enter(index, storage)
 
-    def recover(self, storage: Any, new: Tensor) -> None:
+    def recover(self, storage: PackedStorage, new: Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         self.priorities.recover(storage, new)
 
-    def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+    def priority(self, index: object, *, storage: Storage | None = None) -> Tensor:
         """Return the stored ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""
         return self.rule.table.magnitude[self.priorities.rows(index, storage)].to(torch.float64)
 
-    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+    def probability(self, index: object, *, storage: Storage | None = None) -> Tensor:
         """Return each row's probability, ``[B]`` float64. Raises IndexError (on the CPU) if a row is out of range."""
         self.rule.refresh_weights()
         return self.rule.probability(self.priorities.rows(index, storage))
@@ -183,7 +183,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def _empty(self) -> None:
         self.priorities.clear()
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         self.rule.refresh_weights()
         seen = {"max_capacity": self.priorities.capacity, "largest": float(self.priorities.largest)}
@@ -193,7 +193,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             | {"priorities": {name: alias_of(each) for name, each in self.priorities.tensors().items()}}
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
         with state_of(self):
             settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}

@@ -78,9 +78,9 @@ class PriorityFile:
                 rows = torch.arange(*rows.indices(storage.rows.cells), device="cpu")
             self.following[rows] = storage.ring.stamp(rows) + 1
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("magnitude", "following")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._view()

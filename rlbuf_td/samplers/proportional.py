@@ -16,7 +16,7 @@ from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
-from rlbuf_td.storages.checks import exponent
+from rlbuf_td.storages.checks import State, exponent
 from rlbuf_td.storages.numbers import SharedNumbers
 
 
@@ -192,11 +192,11 @@ class ProportionalSampler(Prioritized):
 
         return write_cpu.enter_proportional if type(self.rule) is ProportionalRule else None
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         return super().snapshot() | {"eps": self.eps, "min_priority": self.min_priority}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a result of :meth:`state_dict`, or the state of TorchRL's ``PrioritizedSampler``."""
         if "_sum_tree" in state_dict:
             state_dict = self._from_torchrl(state_dict)
@@ -205,7 +205,7 @@ class ProportionalSampler(Prioritized):
         super().load_state_dict(state_dict)
         self.rule.eps, self.rule.min_priority = eps, min_priority
 
-    def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _from_torchrl(self, state: State) -> State:
         weight, magnitude, largest = read_torchrl_priorities(state)
         capacity = max(len(weight), self.priorities.capacity)
         saved = {"magnitude": magnitude, "weight": weight}

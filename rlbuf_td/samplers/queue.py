@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from queue import Empty
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torchrl.data.replay_buffers import Storage
@@ -56,7 +56,7 @@ class QueueSampler(RowSampler):
         self.writer, self.max_age = writer, optional(whole(0))("max_age", max_age)
         self.discarded = SharedCounter()  # how many rows were too old
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         waiting, steps = self.writer.waiting, storage.max_size
         if batch_size < 1:

@@ -19,14 +19,14 @@ from rlbuf_td.storages.checks import as_number, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, stand_apart
 
 
-def _half_life(name: str, value: Any) -> float:
+def _half_life(name: str, value: object) -> float:
     number = as_number(value)
     if not number > 0:
         raise ValueError(f"{name} must be a positive number of time steps, or infinite, got {value!r}")
     return number
 
 
-def _window(name: str, value: Any) -> int | None:
+def _window(name: str, value: object) -> int | None:
     if isinstance(value, Real) and not isinstance(value, bool) and 1 <= float(value) < inf:
         value = int(float(value))  # TorchRL's schedulers set fractions
     return optional(whole(1))(name, value)
@@ -93,7 +93,7 @@ class RecencySampler(RowSampler):
         steps = steps if self.window is None else min(steps, self.window)
         return steps if self.max_age is None else min(steps, self.max_age + 1)
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, device = len(storage), device_of(storage)
         if not rows:
@@ -108,7 +108,7 @@ class RecencySampler(RowSampler):
 
     @compiled_form_of("draw", "span")
     def draw_into(
-        self, storage: PackedStorage, live: tuple[int, bool], flat: Tensor, report: Any, scratch: Tensor
+        self, storage: PackedStorage, live: tuple[int, bool], flat: Tensor, report: dict[str, Tensor], scratch: Tensor
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         ring = storage.ring
@@ -141,7 +141,7 @@ class RecencySampler(RowSampler):
         written = torch.from_numpy(storage.ring.written).to(lane.device)
         return (written[lane] - 1 - age) % storage.ring.steps * len(span) + lane
 
-    def probability(self, index: Any, *, storage: Storage) -> Tensor:
+    def probability(self, index: object, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
         if hasattr(storage, "ring"):

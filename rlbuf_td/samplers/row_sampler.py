@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class RowSampler(StatefulSampler):
     drawn_entries: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # see :class:`CompiledPlan`
 
     @abstractmethod
-    def draw(self, storage: Storage, batch_size: int) -> Tensor | tuple[Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Draw the rows of a batch.
 
         Args:
@@ -91,7 +91,7 @@ class RowSampler(StatefulSampler):
         """
 
     @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Tensor]]:
         """Draw ``batch_size`` rows.
 
         Returns:

@@ -20,9 +20,17 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import FLAG, BatchSlot, BatchSlots, Named, Reading
 from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import fraction, one_of, optional, whole
+from rlbuf_td.storages.checks import State, fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, refuse_unwritten, row_count, written_rows
+from rlbuf_td.storages.indexing import (
+    Info,
+    coordinates,
+    device_of,
+    flat_rows,
+    refuse_unwritten,
+    row_count,
+    written_rows,
+)
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import entries_of, leaf_of
@@ -203,7 +211,7 @@ class SequenceSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.window, super().steps_needed)
 
-    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
         """Draw the anchors of a batch; return them and the sampler's info dict."""
         if not row_count(storage):
             raise RuntimeError(EMPTY)
@@ -251,7 +259,7 @@ class SequenceSampler(SamplerWrapper):
             order_at = order.data_ptr()
         self._refuse_trajectories()
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
         """Expand the anchors at flat indices ``flat`` to windows.
 
         Even with ``boundary="strict"``, no anchor is replaced.
@@ -272,11 +280,11 @@ class SequenceSampler(SamplerWrapper):
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
 
-    def rows_per_window(self, info: dict[Any, Any]) -> int:
+    def rows_per_window(self, info: Info) -> int:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return self.window
 
-    def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
+    def lay_out(self, batch: TensorDictBase, info: Info) -> tuple[TensorDictBase, Info]:
         """Return a flat batch and its info dict in the shape ``[B, L]``."""
         batch, info = super().lay_out(batch, info)
         if batch.get(self.slice_end_key, None) is not None:
@@ -284,7 +292,7 @@ class SequenceSampler(SamplerWrapper):
         batch.set(self.slice_end_key, info[self.slice_end_key])
         return batch, info
 
-    def report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
+    def report_by_window(self, info: Info) -> Info:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`; adds the flags at the last rows of windows."""
         info = super().report_by_window(info)
         end = info["mask"].clone()
@@ -321,7 +329,7 @@ class SequenceSampler(SamplerWrapper):
             raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}")
         return batch_size // self.window
 
-    def _fitting(self, storage: PackedStorage, anchors: Tensor, info: dict[Any, Any]) -> tuple[Tensor, dict[Any, Any]]:
+    def _fitting(self, storage: PackedStorage, anchors: Tensor, info: Info) -> tuple[Tensor, Info]:
         """Replace anchors whose window does not fit into its trajectory by others, which are drawn until all fit."""
         for rounds in range(_ROUNDS):
             refuse_unwritten(anchors, storage)  # of a user's sampler
@@ -349,7 +357,7 @@ class SequenceSampler(SamplerWrapper):
             return storage.ring.reach(rows)
         return self.episodes_of(storage).spans(rows)[:2]
 
-    def _weigh_again_(self, anchors: Tensor, info: dict[Any, Any]) -> None:
+    def _weigh_again_(self, anchors: Tensor, info: Info) -> None:
         """Give anchors that come from several draws the weights of one draw."""
         if isinstance(self.innermost, Prioritized):
             self.innermost.weigh_batch_(anchors, info["priority_weight"])
@@ -443,12 +451,12 @@ class SequenceSampler(SamplerWrapper):
                     priority = self._reduced(priority.reshape(-1), learned, torch.zeros_like(learned))
         super().update_priority(index, priority, storage=storage)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         super().load_state_dict(state_dict)
         self._divided = None  # the rows may be others; the wrapped sampler must not restart its epochs
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {"_divided": None}
 
 

@@ -13,7 +13,7 @@ from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import optional, whole
+from rlbuf_td.storages.checks import State, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, nth_rows, row_count, stand_apart
 from rlbuf_td.storages.torchrl_parts import last_step
 
@@ -23,7 +23,7 @@ class Replaceable(type(Sampler)):
 
     without_replacement: type[Sampler]  # set in __init__.py, because samplers do not import each other
 
-    def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, replacement: bool = True, **kwargs: object) -> Any:
         return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
 
 
@@ -63,7 +63,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)
         self.needs_order = max_age is not None
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows = self._drawable(storage)
         if rows == 0:
@@ -79,7 +79,12 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
 
     @compiled_form_of("draw", "_drawable", "_nth", "_distinct")
     def draw_into(
-        self, storage: PackedStorage, live: tuple[int, bool], flat: torch.Tensor, report: Any, scratch: torch.Tensor
+        self,
+        storage: PackedStorage,
+        live: tuple[int, bool],
+        flat: torch.Tensor,
+        report: dict[str, torch.Tensor],
+        scratch: torch.Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         generator = self._rng
@@ -104,7 +109,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """Return the flat indices of rows; ``number`` counts the rows that may be drawn from 0 on."""
         return nth_rows(storage, number) if self.max_age is None else _nth_young(storage, self.max_age, number)
 
-    def probability(self, index: Any, *, storage: Storage) -> torch.Tensor:
+    def probability(self, index: object, *, storage: Storage) -> torch.Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat = flat_rows(index, storage, device_of(storage))
         probability = torch.full(flat.shape, 1 / self._drawable(storage), dtype=torch.float64, device=flat.device)
@@ -123,7 +128,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             return _draw_distinct_(drawn, rows, generator)
         return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore the settings. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""
         self.unique = bool(state_dict.get("unique", self.unique))
 

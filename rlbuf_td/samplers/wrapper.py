@@ -22,9 +22,9 @@ from rlbuf_td.samplers.common import (
 )
 from rlbuf_td.samplers.reading import Reading
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import state_of
+from rlbuf_td.storages.checks import State, state_of
 from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
+from rlbuf_td.storages.indexing import Index, Info, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
@@ -46,7 +46,7 @@ def _of_inner(name: str) -> Any:
     )
 
 
-Drawn: TypeAlias = tuple[Tensor, dict[Any, Any], TensorDictBase]
+Drawn: TypeAlias = tuple[Tensor, Info, TensorDictBase]
 """Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in new memory."""
 
 
@@ -105,7 +105,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             self.warn_if_interleaved(storage)
         return drawn
 
-    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
         """Draw the rows that this wrapper revises: return flat rows, ``[B]``, and the sampler's info dict."""
         if self._inner is not None:
             return self._inner.draw_rows(storage, batch_size)
@@ -158,7 +158,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
                 stacklevel=2,
             )
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
         return flat, info, self._reader(storage, flat)(flat, None)
 
@@ -174,7 +174,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             self._inner.watch(storage)
 
     # pyrefly: ignore [bad-override]
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, Info]:
         """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
         refuse_other_storage(self, storage)
         refuse_stored(self, storage)
@@ -189,18 +189,18 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         index = coordinates(flat, storage)
         if not self.gives_windows:
             return index, info
-        found = self.report_by_window(info | {"index": index})
+        found = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
         return found.pop("index"), found
 
-    def rows_per_window(self, info: dict[Any, Any]) -> int:
+    def rows_per_window(self, info: Info) -> int:
         """Return L, the number of rows per window of a flat batch with this info dict; see :attr:`gives_windows`."""
         raise NotImplementedError
 
-    def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
+    def lay_out(self, batch: TensorDictBase, info: Info) -> tuple[TensorDictBase, Info]:
         """Return a flat batch and its info dict in the shape ``[B, L]``."""
         return folded(batch, self.rows_per_window(info), self.time_dim_name), self.report_by_window(info)
 
-    def report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
+    def report_by_window(self, info: Info) -> Info:
         """Return the entries of a flat batch's info dict in the shape ``[B, L]``."""
         length = self.rows_per_window(info)
 
@@ -242,7 +242,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sampler, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set ``name`` on the outermost sampler whose class defines ``name``, or else on this wrapper."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
@@ -254,12 +254,12 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Return the wrapped sampler's state and this wrapper's settings."""
         inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
         return {"sampler": inner(), "settings": self._settings()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
         with state_of(self):
             before, settings = self._settings(), state_dict["settings"]
@@ -282,7 +282,7 @@ def reading_of(sampler: Sampler, storage: PackedStorage, size: int, is_stamped: 
     return cast("Reading | str", found)
 
 
-def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
     """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
     draw = getattr(sampler, "draw", None)
     if draw is None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
+#: What ``state_dict`` returns and a dump holds: numbers, strings and tensors, in dicts and lists.
+State: TypeAlias = dict[str, Any]
 #: Why rows are not in time order, and what to do.
 OUT_OF_ORDER = (
     "some were written elsewhere than after the newest row, by a ReservoirWriter, a TensorDictMaxValueWriter or "
@@ -36,14 +38,14 @@ def usable_device(device: Any) -> torch.device:
     return device
 
 
-def exponent(name: str, value: Any) -> float:
+def exponent(name: str, value: object) -> float:
     number = as_number(value)
     if not 0.0 <= number < float("inf"):
         raise ValueError(f"{name} must be greater or equal to 0, and finite, got {_shown(value)}")
     return number
 
 
-def fraction(name: str, value: Any) -> float:
+def fraction(name: str, value: object) -> float:
     number = as_number(value)
     if not 0.0 <= number <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {_shown(value)}")
@@ -53,7 +55,7 @@ def fraction(name: str, value: Any) -> float:
 def whole(least: int) -> Callable[[str, Any], int]:
     """Return a check that accepts whole numbers from ``least`` on, also floats such as 3.0."""
 
-    def check(name: str, value: Any) -> int:
+    def check(name: str, value: object) -> int:
         number = float("nan") if isinstance(value, bool) else as_number(value)
         if not (number >= least and number.is_integer()):
             raise ValueError(f"{name} must be a whole number, at least {least}, got {_shown(value)}")
@@ -62,12 +64,12 @@ def whole(least: int) -> Callable[[str, Any], int]:
     return check
 
 
-def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+def optional(check: Callable[[str, object], object]) -> Callable[[str, Any], Any]:
     """Return a check that also accepts None."""
     return lambda name, value: None if value is None else check(name, value)
 
 
-def saved_number(name: str, value: Any, least: int, most: int) -> int:
+def saved_number(name: str, value: object, least: int, most: int) -> int:
     """Return a number of a saved state; raise a ValueError unless it is an int from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"the saved {name} is {value!r}, expected a whole number from {least} to {most}")
@@ -75,7 +77,7 @@ def saved_number(name: str, value: Any, least: int, most: int) -> int:
 
 
 @contextmanager
-def state_of(part: Any) -> Iterator[None]:
+def state_of(part: object) -> Iterator[None]:
     """Convert errors from a malformed state to a ValueError that names the part."""
     try:
         yield
@@ -85,8 +87,8 @@ def state_of(part: Any) -> Iterator[None]:
         raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error
 
 
-def one_of(*choices: Any) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
+def one_of(*choices: object) -> Callable[[str, Any], Any]:
+    def check(name: str, value: object) -> Any:
         if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
             raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
         return value
@@ -94,7 +96,7 @@ def one_of(*choices: Any) -> Callable[[str, Any], Any]:
     return check
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)  # NumPy's numbers have a longer repr
 
 

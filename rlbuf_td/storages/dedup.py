@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rlbuf_td.kernels.rows.entries import Group, Part, Run
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
@@ -59,7 +60,7 @@ class DedupOptions:
         return self.share_next is not False or bool(self.frames)
 
 
-def _key(key: Any, argument: str) -> Key:
+def _key(key: object, argument: str) -> Key:
     try:
         path = as_tuple(key)
     except ValueError as error:
@@ -203,7 +204,7 @@ def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
     return {leaf.key: leaf for leaf in layout.leaves}
 
 
-def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
+def saved_dedup(layout: RowLayout, state: State) -> DedupLayout | None:
     return DedupLayout.from_state(layout, state["deduplicated"]) if "deduplicated" in state else None
 
 

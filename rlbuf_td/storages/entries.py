@@ -7,6 +7,7 @@ step ``serial % T``.
 """
 
 from __future__ import annotations
+from rlbuf_td.storages.checks import State
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -232,7 +233,7 @@ class Entries:
         return [memory[:count] for memory, count in zip(self.memory, used, strict=True)]
 
 
-def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], ring: dict[str, Any]) -> None:
+def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], ring: State) -> None:
     """Raise a SchemaError unless saved rows, ``[steps, *lanes, row_bytes]``, and ``entries`` belong together.
 
     Each name in a live row of the saved ``ring`` must have an entry; the entries of a lane must be in the order of its

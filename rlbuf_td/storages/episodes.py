@@ -8,7 +8,7 @@ end, makes the numbers :data:`STALE`: the next look-up builds them again from th
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from rlbuf_td.kernels.episodes import (
 )
 from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.kernels.serials import EPISODES_DUE
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import SchemaError, kind
 
@@ -235,14 +236,14 @@ class Episodes:
         """Note that rows of which nothing is known precede the next ones."""
         self.following[BACK_OF_NEXT] = MOST
 
-    def saved(self, steps: int) -> dict[str, Any]:
+    def saved(self, steps: int) -> State:
         """Return what cannot be found in the rows of the first ``steps`` slots."""
         self.refresh()
         done_key, traj_key = self.keys
         names = {"done_key": [*done_key], "traj_key": None if traj_key is None else [*traj_key]}
         return names | {"back": self.numbers[:, :steps, BACK].clone(), "following": self.following.clone()}
 
-    def load(self, saved: dict[str, Any] | None) -> None:
+    def load(self, saved: State | None) -> None:
         """Restore a result of :meth:`saved` after the rows; None: find the episodes in the rows.
 
         No saved number reaches memory that is not the rows'.
@@ -351,7 +352,7 @@ class Episodes:
                     raise AssertionError(f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}")
 
 
-def refuse_episodes(saved: dict[str, Any] | None, lanes: int, steps: int) -> None:
+def refuse_episodes(saved: State | None, lanes: int, steps: int) -> None:
     """Raise a ValueError or TypeError if ``saved`` is no result of :meth:`Episodes.saved` for rows of this shape."""
     if saved is None:
         return

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+Info: TypeAlias = dict[Any, torch.Tensor]  # what a sampler reports, by key; TorchRL's index may be a tuple
 Listener = TypeVar("Listener")
 
 
@@ -54,22 +55,22 @@ def lanes_of(storage: Storage) -> torch.Size:
     return lanes or storage.shape[1:]
 
 
-def row_count(storage: Any) -> int:
+def row_count(storage: Storage) -> int:
     """Return the number of written rows, without holes."""
     return len(storage.ring) if hasattr(storage, "ring") else len(storage)
 
 
-def nth_rows(storage: Any, number: torch.Tensor) -> torch.Tensor:
+def nth_rows(storage: Storage, number: torch.Tensor) -> torch.Tensor:
     """Return the flat indices of written rows; ``number``, int64, counts written rows from 0 on."""
     return storage.ring.cell_of(number) if hasattr(storage, "ring") else number
 
 
-def written_rows(storage: Any) -> torch.Tensor:
+def written_rows(storage: Storage) -> torch.Tensor:
     """Return the flat indices of all written rows, ``[N]``, by their numbers."""
     return nth_rows(storage, torch.arange(row_count(storage), device=device_of(storage)))
 
 
-def stand_apart(storage: Any) -> bool:
+def stand_apart(storage: Storage) -> bool:
     """Whether the lanes of a storage stand at unlike steps, or a lane has gaps that a killed write has left."""
     return hasattr(storage, "ring") and (not storage.ring.together or storage.ring.holes > 0)
 
@@ -86,13 +87,13 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
     return (flat, *reversed(parts))
 
 
-def moved(value: Any, device: torch.device) -> torch.Tensor:
+def moved(value: object, device: torch.device) -> torch.Tensor:
     """Return a value as a tensor on a device."""
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     return value if value.device == device else value.to(device)
 
 
-def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
+def flat_rows(index: object, storage: Storage | None, device: torch.device) -> torch.Tensor:
     """Convert an int, flat indices, a tuple of one tensor per dim, or ``[B, ndim]`` to contiguous flat indices.
 
     An index of -1 marks a row to skip, and stays -1.
@@ -146,7 +147,7 @@ def inner_dims(storage: Storage, dims: int) -> int:
     return 0 if rows is None else rows.ndim - storage.ndim
 
 
-def merge_(batch: TensorDictBase, info: dict[Any, Any]) -> None:
+def merge_(batch: TensorDictBase, info: Info) -> None:
     """Add the entries of ``info``, which a sampler has returned, to a batch whose first dim indexes rows."""
     plain = batch.ndim == 1
     for key, value in info.items():

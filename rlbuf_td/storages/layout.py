@@ -18,6 +18,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.host_memory import has_memory
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict, plain_entries
 
@@ -179,11 +180,11 @@ class RowLayout:
             refuse(data, self.leaves, lead)
         return leaves
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return _node_state(self.root, self.leaves)
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> RowLayout:
+    def from_state(cls, state: State) -> RowLayout:
         return cls(_example(state), 0)
 
     def __eq__(self, other: object) -> bool:
@@ -215,7 +216,7 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
 
 
 def _build(
-    node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, Any]
+    node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, object]
 ) -> TensorDict:
     entries: dict[str, Any] = {}
     for name, slot in node.leaves:  # a comprehension would cost a call
@@ -226,7 +227,7 @@ def _build(
     return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
 
 
-def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
+def _collect(node: _Node, data: object, leaves: list[torch.Tensor]) -> bool:
     """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of entries."""
     if type(data) is TensorDict:
         entries = plain_entries(data)
@@ -243,7 +244,7 @@ def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
     return unknown
 
 
-def _node_state(node: _Node, leaves: Sequence[Leaf]) -> dict[str, Any]:
+def _node_state(node: _Node, leaves: Sequence[Leaf]) -> State:
     kinds = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in leaves]
     return {
         "batch_size": list(node.batch_size),
@@ -252,7 +253,7 @@ def _node_state(node: _Node, leaves: Sequence[Leaf]) -> dict[str, Any]:
     }
 
 
-def _example(state: dict[str, Any]) -> TensorDict:
+def _example(state: State) -> TensorDict:
     entries: dict[NestedKey, Any] = {name: _example(child) for name, child in state["nodes"].items()}
     for name, (dtype_name, shape) in state["leaves"].items():
         dtype = getattr(torch, dtype_name, None)

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import ReplayBuffer, Storage
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.layout import RowLayout
+    from rlbuf_td.storages.packed import PackedStorage
 
 
 class WeakReference(ref):
@@ -26,7 +27,7 @@ class WeakReference(ref):
         return _reference_to, (self(),)
 
 
-def _reference_to(found: Any) -> Any:
+def _reference_to(found: object) -> Any:
     return _nothing if found is None else WeakReference(found)
 
 
@@ -37,7 +38,7 @@ def _nothing() -> None:
 class Recovers:
     """Base of buffers, samplers and writers that keep what follows from the rows of a storage."""
 
-    def recover(self, storage: Any, new: Tensor) -> None:
+    def recover(self, storage: PackedStorage, new: Tensor) -> None:
         """Make it agree with the rows again, after a write that did not end.
 
         ``new``, ``[n]`` int64, holds the flat indices of rows that have been written, but not yet announced.
@@ -51,7 +52,7 @@ class Listener:
     Other objects, such as TorchRL's buffers, are only told of new rows, with ``mark_update``.
     """
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: object) -> None:
         """Take note of new rows at ``index``."""
 
     def _stage_of_writes(self) -> tuple[Any, Any] | bool:
@@ -90,11 +91,11 @@ class Listeners:
         for each in listeners:
             self.append(each)
 
-    def append(self, listener: Any) -> None:
+    def append(self, listener: object) -> None:
         self._listed = [*self._existing(), WeakReference(listener) if isinstance(listener, ReplayBuffer) else listener]
         self.changes += 1
 
-    def remove(self, listener: Any) -> None:
+    def remove(self, listener: object) -> None:
         self._listed = [each for each in self._listed if _found(each) is not listener]
         self.changes += 1
 
@@ -111,11 +112,11 @@ class Listeners:
     def _existing(self) -> list[Any]:
         return [each for each in self._listed if _found(each) is not None]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_listed": self._existing()}
 
 
-def _found(each: Any) -> Any:
+def _found(each: object) -> Any:
     return each() if type(each) is WeakReference else each
 
 

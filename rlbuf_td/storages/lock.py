@@ -37,7 +37,7 @@ class ProcessLock:
     If the holder dies, the system releases the lock, and the next holder calls ``guarded.recover``.
     """
 
-    def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:
+    def __init__(self, guarded: Guarded, thread_lock: threading.RLock | None = None) -> None:
         if fcntl is None:
             raise RuntimeError("processes cannot share a buffer on a system without POSIX record locks")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
@@ -50,7 +50,7 @@ class ProcessLock:
         """Keep the id of the holder in a file, from which a later process learns that the holder died."""
         file.keep(self._inside)
 
-    def _begin(self, thread_lock: Any) -> None:
+    def _begin(self, thread_lock: threading.RLock) -> None:
         self.threads = thread_lock
         self._process = os.getpid()
         self._depth = 0
@@ -99,10 +99,10 @@ class ProcessLock:
         fcntl.lockf(self._file.descriptor, fcntl.LOCK_UN)
         self.threads.release()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"_file": self._file, "_inside": self._inside, "_guarded": self._guarded}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._begin(threading.RLock())
 
@@ -115,7 +115,7 @@ class _DeferSigint(ContextDecorator):
         self._handler: Any = None
         self._came: tuple[Any, ...] | None = None
 
-    def _note(self, *signal_and_frame: Any) -> None:
+    def _note(self, *signal_and_frame: object) -> None:
         self._came = signal_and_frame
 
     def __enter__(self) -> None:

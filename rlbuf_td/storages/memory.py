@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from rlbuf_td.kernels.host_memory import advise_huge_pages
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
 
 if TYPE_CHECKING:
@@ -99,12 +100,12 @@ class SharedFile:
         if nbytes > 0 and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self.descriptor, self._start + start, nbytes)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if get_spawning_popen() is None:
             raise RuntimeError("shared memory is sent to a spawned process, never copied")
         return self.__dict__ | {"descriptor": reduction.DupFd(self.descriptor)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__dict__.update(state)
         self.descriptor = state["descriptor"].detach()
 

@@ -24,7 +24,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler, untraced
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
-from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of, usable_device, whole
+from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes, refuse_inner
@@ -238,7 +238,7 @@ class PackedStorage(LazyTensorStorage):
         if not on_cpu:
             usable_device(device)
 
-    def _refuse_reopening(self, scratch_dir: Any, existsok: bool, auto_cleanup: bool) -> None:
+    def _refuse_reopening(self, scratch_dir: object, existsok: bool, auto_cleanup: bool) -> None:
         if scratch_dir is None:
             raise ValueError("reopen=True continues the rows in a folder: pass scratch_dir")
         if existsok or auto_cleanup:
@@ -367,7 +367,7 @@ class PackedStorage(LazyTensorStorage):
                 self.episodes.numbers.copy_(before.numbers)
                 self.episodes.following.copy_(before.following)
 
-    def load_episodes(self, saved: dict[str, Any] | None) -> None:
+    def load_episodes(self, saved: State | None) -> None:
         """Restore the numbers of episodes of rows that have just been loaded; None: find them in the rows."""
         keys = None if saved is None else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
         if keys is not None and keys != self.episode_keys and not self.uses_episode_keys:
@@ -422,7 +422,7 @@ class PackedStorage(LazyTensorStorage):
         for each in listeners_of(self).own():
             each._order_lost()
 
-    def stamps(self, index: Any) -> torch.Tensor:
+    def stamps(self, index: object) -> torch.Tensor:
         """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the next row of a cell does not have.
 
         ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are ``[B, L]``.
@@ -504,7 +504,7 @@ class PackedStorage(LazyTensorStorage):
             self.live = None if in_dispatch_mode() else live  # views made in FakeTensorMode have no memory
         return live
 
-    def get(self, index: Any) -> Any:
+    def get(self, index: object) -> Any:
         """Return the transitions at ``index``, or one key of all transitions.
 
         Args:
@@ -566,7 +566,7 @@ class PackedStorage(LazyTensorStorage):
     @untraced("writes change numbers that no graph knows, and call compiled loops")
     def advance(
         self,
-        data: Any,
+        data: object,
         counts: Planned | None = None,
         *,
         single: bool = False,
@@ -629,7 +629,7 @@ class PackedStorage(LazyTensorStorage):
                     self.episodes.end(lanes)
             return plan.write(self, data, lead, count, lane, lanes_first, single, counts, tells, record)
 
-    def _plan_writes(self, data: TensorDictBase, single: bool, lanes: Any, lanes_first: bool) -> WritePlan:
+    def _plan_writes(self, data: TensorDictBase, single: bool, lanes: object, lanes_first: bool) -> WritePlan:
         """Choose how rows are written; allocate them for ``data`` if this is the first write."""
         if lanes is not None:
             self._fix_lanes(data)
@@ -806,7 +806,7 @@ class PackedStorage(LazyTensorStorage):
         else:
             self.set(index, value, set_cursor=False)
 
-    def edit(self, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
+    def edit(self, change: Callable[[TensorDictBase], object], region: object = None) -> None:
         """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
 
         Args:
@@ -841,7 +841,7 @@ class PackedStorage(LazyTensorStorage):
             with self._editing():
                 rows.replace_(cells, leaves)
 
-    def edit_all(self, change: Callable[[TensorDictBase], Any]) -> None:
+    def edit_all(self, change: Callable[[TensorDictBase], object]) -> None:
         """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
         with self.lock:
             if self.written_rows().dedup is None:  # `edit` changes a copy of deduplicated rows
@@ -907,7 +907,7 @@ class PackedStorage(LazyTensorStorage):
                 given = f"{leaf.name} is {kind(leaf.dtype, leaf.shape)} in the schema, {stored} in {self.scratch_dir}"
                 raise SchemaError(f"{given}: reopen the rows with the schema that they have, or choose another folder")
 
-    def as_rows(self, data: Any, lead_dims: int) -> TensorDictBase:
+    def as_rows(self, data: object, lead_dims: int) -> TensorDictBase:
         """Return data of any class that this storage takes as a TensorDict; ``lead_dims`` of its dims number rows."""
         if type(data) is TensorDict:
             return data
@@ -1122,7 +1122,7 @@ class PackedStorage(LazyTensorStorage):
         if self.scratch_dir is not None:
             (self.scratch_dir / ROWS_FILE).unlink()
 
-    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
+    def _max_size_along_dim0(self, *, single_data: object = None, batched_data: object = None) -> int:
         """Return the capacity in time steps; before the first write, the data tells the number of lanes."""
         if self.rows is not None:
             return self.rows.steps
@@ -1199,7 +1199,7 @@ class PackedStorage(LazyTensorStorage):
     def _make_init_directory(self) -> None:
         """Do nothing. TorchRL's collectors require this method before they let workers initialize the storage."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the layout, the counters, and a copy of the rows, on the same device."""
         found = self.snapshot()
         if "rows" in found:
@@ -1208,7 +1208,7 @@ class PackedStorage(LazyTensorStorage):
             found["entries"] = [entries.clone() for entries in found["entries"]]
         return found
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Return :meth:`state_dict` with views of the rows instead of copies."""
         rows = self.rows
         self.refuse_closed()
@@ -1227,7 +1227,7 @@ class PackedStorage(LazyTensorStorage):
             found |= {"deduplicated": rows.dedup.state(), "entries": [alias_of(each) for each in rows.used_entries()]}
         return found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
 
         A load ends unfinished trajectories that have ids, because collectors made after the load reuse the ids.
@@ -1239,7 +1239,7 @@ class PackedStorage(LazyTensorStorage):
         self.load(state_dict)
         self.end_trajectories()
 
-    def load(self, content: dict[str, Any]) -> None:
+    def load(self, content: State) -> None:
         """Load a state as :meth:`load_state_dict` does; open trajectories go on."""
         saved = self.examine(content)
         if saved is None:
@@ -1287,7 +1287,7 @@ class PackedStorage(LazyTensorStorage):
         self.load_episodes(saved)
         return since, to
 
-    def examine(self, content: dict[str, Any], folder: Path | None = None) -> SavedRows | None:
+    def examine(self, content: State, folder: Path | None = None) -> SavedRows | None:
         """Check a state before it is loaded; return its rows, or None if it has no rows to load.
 
         Without a ``folder`` of files, rows keep their cells, or are refused.
@@ -1313,7 +1313,7 @@ class PackedStorage(LazyTensorStorage):
             return saved
 
     @staticmethod
-    def of_state(content: dict[str, Any]) -> PackedStorage:
+    def of_state(content: State) -> PackedStorage:
         """Return a storage in RAM with the rows of a state, in the form and of the capacity that they were saved in."""
         lanes = content["rows"].shape[1:-1]
         size = content["ring"]["steps"] * prod(lanes)
@@ -1327,7 +1327,7 @@ class PackedStorage(LazyTensorStorage):
             return DedupLayout(layout, saved.chosen)
         return DedupLayout.chosen_for(layout, self.dedup_options)
 
-    def restore_counters(self, content: dict[str, Any]) -> None:
+    def restore_counters(self, content: State) -> None:
         """Restore the counters of a state, whose rows are here; updates skip all batches that were sampled before."""
         self.is_reserved = content.get("reserved", False)
         self.row_class = RowClass.of_state(content.get("row_class"))
@@ -1356,11 +1356,11 @@ class PackedStorage(LazyTensorStorage):
         """None: this storage saves itself. TorchRL's buffers set it to None."""
 
     @checkpointer.setter
-    def checkpointer(self, checkpointer: Any) -> None:
+    def checkpointer(self, checkpointer: object) -> None:
         if checkpointer is not None:
             self.register_save_hook(checkpointer)
 
-    def register_save_hook(self, hook: Any) -> NoReturn:
+    def register_save_hook(self, hook: object) -> NoReturn:
         """Raise a NotImplementedError."""
         raise NotImplementedError(
             "a PackedStorage saves itself, without TorchRL's checkpointers and hooks: for those use a LazyTensorStorage"
@@ -1385,7 +1385,7 @@ class PackedStorage(LazyTensorStorage):
             raise ValueError(f"{file} is damaged, or no dump of a PackedStorage: {error}") from error
         self.load_state_dict(content)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
@@ -1401,7 +1401,7 @@ class PackedStorage(LazyTensorStorage):
             "_saved": saved,
         }
 
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
+    def __setstate__(self, pickled: State) -> None:
         saved = pickled.pop("_saved", None)
         self.__dict__.update(pickled)
         if isinstance(self._attached_entities_list, list):  # data sets of TorchRL's next release put an empty one there

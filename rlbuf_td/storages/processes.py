@@ -135,7 +135,7 @@ class SharedRows(Attached):
         self.find()
         self.storage.recover()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Without the storage, so that TorchRL's data sets can send the state of a storage without the storage.
         return self.__dict__ | {"_has_rows": False, "of_episodes": None, "_owner": None}
 

@@ -44,6 +44,7 @@ from rlbuf_td.kernels.serials import (
     WRITTEN,
     block_size,
 )
+from rlbuf_td.storages.checks import State
 
 #: Entry of a prioritized batch: the serial of each row, its *stamp*, ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
@@ -404,11 +405,11 @@ class Ring:
 
     # -- state
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         head, kept = torch.from_numpy(self.head[:FOLLOWING].copy()), None if self.in_order else self.generations
         return {"steps": self.steps, "head": head, "generations": None if kept is None else kept.clone()}
 
-    def load(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
+    def load(self, state: State, device: torch.device | str = "cpu") -> None:
         """Continue the :meth:`state` of a ring of as many slots, with serials greater by a multiple of T.
 
         No stamp of this ring matches then.

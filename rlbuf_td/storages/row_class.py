@@ -25,7 +25,7 @@ class RowClass(NamedTuple):
     def name(self) -> str:
         return self.places[-1][1].__qualname__ if self.places else "Tensor"
 
-    def wrap(self, rows: Any) -> Any:
+    def wrap(self, rows: object) -> Any:
         """Return a TensorDict of rows as an object of this class, without a copy; other objects stay the same."""
         if not isinstance(rows, TensorDictBase):
             return rows
@@ -62,7 +62,7 @@ class RowClass(NamedTuple):
         return None if state is None else cls(tuple(places))
 
 
-def unwrap(data: Any, lead_dims: int) -> tuple[Any, RowClass | None]:
+def unwrap(data: object, lead_dims: int) -> tuple[Any, RowClass | None]:
     """Return rows of a tensorclass or a tensor as a TensorDict, without a copy, and their class.
 
     The first ``lead_dims`` dims of a tensor number the rows. Other data stay the same, and have no class.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from rlbuf_td.kernels.host_memory import take_pages
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.entries import refuse_foreign
 from rlbuf_td.storages.episodes import refuse_episodes
@@ -40,7 +41,7 @@ class SavedRows:
         ValueError: lanes do not fit, or a number is wrong.
     """
 
-    def __init__(self, storage: PackedStorage, content: dict[str, Any], folder: Path | None) -> None:
+    def __init__(self, storage: PackedStorage, content: State, folder: Path | None) -> None:
         self.storage, self.matrix, self.entries = storage, content["rows"], content.get("entries", [])
         self.layout = layout = RowLayout.from_state(content["layout"])
         lead, ring, rows = self.matrix.shape[:-1], content["ring"], storage.rows

@@ -53,7 +53,9 @@ def show_key(key: tuple[str, ...]) -> str:
     return repr(key[0] if len(key) == 1 else key)
 
 
-def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def walk(
+    data: Mapping[str, object] | TensorDictBase, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, value in (entries_of(data) if isinstance(data, TensorDictBase) else data).items():
         if isinstance(value, TensorDictBase | Mapping) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
@@ -82,7 +84,7 @@ def refuse_rounding(key: tuple[str, ...], values: torch.Tensor, dtype: torch.dty
             raise SchemaError(f"{show_key(key)} is {int(given)}, which {kind} changes to {cast:.0f}: {remedy}")
 
 
-def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
+def refuse_unpackable(key: tuple[str, ...], value: object) -> None:
     if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
         problem, taker = f"holds non-tensor data ({type(value).__name__}): leave it out", "ListStorage"
     elif isinstance(value, torch.Tensor):
@@ -96,7 +98,7 @@ def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
     raise SchemaError(f"key {show_key(key)} {problem}, or use torchrl.data.{taker}, which takes it")
 
 
-def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
+def reshaped(data: object, reshape: Callable[[Any], Any]) -> Any:
     """Return ``reshape(data)``; raise a SchemaError if an entry is a tensor that cannot be reshaped."""
     try:
         return reshape(data)
@@ -177,7 +179,7 @@ def _refuse_unknown(keys: Sequence[tuple[str, ...]], leaves: Sequence[Leaf]) -> 
     )
 
 
-def refuse_other_index(index: Any) -> None:
+def refuse_other_index(index: object) -> None:
     """Raise a SchemaError if an entry "index", a tensor or its dtype, cannot hold positions of rows."""
     dtype = index if isinstance(index, torch.dtype) else index.dtype if isinstance(index, torch.Tensor) else None
     if dtype is not torch.int64:

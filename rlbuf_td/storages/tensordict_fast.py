@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 
-def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+def _assemble(entries: Mapping[str, object], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
     data = TensorDict.__new__(TensorDict)
     data._device = device
     data._batch_size = batch_size
@@ -29,7 +29,7 @@ def _knows_tensordict() -> bool:
 
 _Entries = type(getattr(TensorDict({}), "_tensordict", {}))
 _HAS_DICT = issubclass(_Entries, dict) and _knows_tensordict()
-new_tensordict: Callable[[dict[str, Any], torch.Size, torch.device | None], TensorDict]
+new_tensordict: Callable[[Mapping[str, object], torch.Size, torch.device | None], TensorDict]
 new_tensordict = _assemble if _HAS_DICT else cast("Any", TensorDict)
 
 

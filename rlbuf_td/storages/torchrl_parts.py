@@ -21,7 +21,7 @@ restart_writer = methodcaller("_empty", empty_write_count=False)  # the next wri
 empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
 
 
-def parts_of(buffer: Any) -> list[Any]:
+def parts_of(buffer: object) -> list[Any]:
     """Return the writer and the sampler of a buffer, and those that it wraps; none of an object without them."""
     writer, sampler = getattr(buffer, "_writer", None), getattr(buffer, "_sampler", None)  # None: it is being made
     found = [] if writer is None else [writer]
@@ -35,7 +35,7 @@ def columns_or_none(storage: Storage) -> Any:
     return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
 
 
-def capacity_in_steps(storage: Storage, **data: Any) -> int:
+def capacity_in_steps(storage: Storage, **data: object) -> int:
     """Return the capacity in time steps; before the first write, it depends on the number of lanes in the data.
 
     Pass one time step as ``single_data``, or several as ``batched_data``.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tensordict import NestedKey
 from torchrl.data.replay_buffers import Storage
@@ -67,7 +65,7 @@ class TrajectoryIndex:
         self.keys = EpisodeKeys.of(done_key, traj_key)
         self.storage.use_episode_keys(self.keys)
 
-    def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def reach(self, index: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""
         with self.storage.lock:  # no row is half written
             episodes = self._episodes()
@@ -75,19 +73,19 @@ class TrajectoryIndex:
             refuse_unwritten(flat, self.storage)
             return episodes.spans(flat)[:3]
 
-    def steps_back(self, index: Any) -> torch.Tensor:
+    def steps_back(self, index: object) -> torch.Tensor:
         """Return the number of stored rows before each row in its trajectory, ``[B]`` int64."""
         return self.reach(index)[0]
 
-    def steps_ahead(self, index: Any) -> torch.Tensor:
+    def steps_ahead(self, index: object) -> torch.Tensor:
         """Return the number of stored rows after each row in its trajectory, ``[B]`` int64."""
         return self.reach(index)[1]
 
-    def ended(self, index: Any) -> torch.Tensor:
+    def ended(self, index: object) -> torch.Tensor:
         """Return whether each row's trajectory has ended: with a flag, or because another one follows, ``[B]`` bool."""
         return self.reach(index)[2]
 
-    def length(self, index: Any) -> torch.Tensor:
+    def length(self, index: object) -> torch.Tensor:
         """Return the number of stored rows of each row's trajectory, ``[B]`` int64."""
         back, ahead, _ = self.reach(index)
         return back + ahead + 1

@@ -85,7 +85,7 @@ class WritePlan(ABC):
             record: counts the rows in statistics; only for :class:`CompiledWrites`.
         """
 
-    def tell(self, index: Any) -> None:
+    def tell(self, index: object) -> None:
         """Tell :attr:`others` of the new rows at ``index``."""
         for listener in self.others:
             listener.mark_update(index)

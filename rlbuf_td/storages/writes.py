@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> bool:
     return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
 
 
@@ -30,14 +30,14 @@ def is_index(index: Any) -> bool:
     return is_index
 
 
-def as_index(index: Any) -> torch.Tensor:
+def as_index(index: object) -> torch.Tensor:
     array = np.asarray(index)
     if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):  # an empty list has a float dtype
         array = array.astype(np.int64, copy=False)
     return torch.as_tensor(array, device="cpu")
 
 
-def as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
+def as_steps(cursor: object, total: int, live: int, append: bool) -> np.ndarray:
     """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of unwritten steps.
 
     Otherwise negative indices count from the end of the ``live`` steps, as in reads.
@@ -64,7 +64,7 @@ def as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
     return steps.astype(np.int64)
 
 
-def wrapping(data: Any, batch_size: str = "[n]") -> str:
+def wrapping(data: object, batch_size: str = "[n]") -> str:
     """Return how to make a TensorDict of ``data``, for error messages."""
     if isinstance(data, list) and data and isinstance(data[0], Mapping):
         return "wrap each step, [TensorDict(step) for step in data]"
@@ -75,7 +75,7 @@ def wrapping(data: Any, batch_size: str = "[n]") -> str:
     )
 
 
-def stacked(data: Any, dim: int = 0) -> Any:
+def stacked(data: object, dim: int = 0) -> Any:
     """Stack a list of TensorDicts, tensorclasses or tensors, one per time step; other data stay the same."""
     kinds: Any = (list, torch.Tensor) if isinstance(data, list) else (tuple,)  # a tuple of tensors is a pytree
     if not isinstance(data, kinds[0]) or not data or isinstance(data, torch.Size):

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.storages.checks import require_packed, saved_number, state_of
+from rlbuf_td.storages.checks import State, require_packed, saved_number, state_of
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
@@ -59,7 +59,7 @@ class CountingWriter(Writer, Recovers):
         """Share the counts with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()
 
-    def recover(self, storage: Any, new: torch.Tensor) -> None:
+    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         self.planned.settle(storage.ring.publication)
 
@@ -130,14 +130,14 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             self._bump_generation(index[::lanes, 0] if self._storage.ndim > 1 else index, data)
         return index
 
-    def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+    def append(self, lanes: object, data: TensorDictBase) -> torch.Tensor:
         """Write rows, ``[n]``, each after the newest row of its lane; return their index, ``[n, 2]``.
 
         The arguments and errors are those of :meth:`PackedStorage.advance`. :attr:`_write_count` increases by n.
         """
         return self._storage.advance(data, self.planned, lanes=lanes)
 
-    def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
+    def write_at(self, index: int | torch.Tensor, data: object) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index of the written rows."""
         count = self._write_count
         try:
@@ -146,13 +146,13 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             self._write_count = count
             raise
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a result of ``state_dict()``; ValueError, and no change, if a number is out of range."""
         with state_of(self):
             self._refuse_state(state_dict)
             super().load_state_dict(state_dict)
 
-    def _refuse_state(self, state: dict[str, Any]) -> None:
+    def _refuse_state(self, state: State) -> None:
         """Raise an error if this writer's state is wrong."""
         saved_number("cursor", state["_cursor"], 0, MOST)
         saved_number("write count", state.get("_write_count", 0), 0, MOST)
@@ -164,7 +164,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
 
 
-def keeps_order(writer: Any) -> bool | None:
+def keeps_order(writer: object) -> bool | None:
     """Whether a writer writes one time step after another; None if only its writes can tell.
 
     A writer's class may have an attribute ``keeps_order``.
@@ -177,5 +177,5 @@ def keeps_order(writer: Any) -> bool | None:
     return False if isinstance(writer, TensorDictMaxValueWriter) else None
 
 
-def without_index(data: Any) -> Any:
+def without_index(data: object) -> Any:
     return data.exclude("index") if isinstance(data, TensorDictBase) and "index" in data.keys() else data

@@ -208,7 +208,7 @@ class RolloutEstimator:
         return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(ndim - 1, 0)
 
 
-def _refuse_estimates(found: Any, value: Tensor) -> None:
+def _refuse_estimates(found: object, value: Tensor) -> None:
     """Raise an error unless ``found`` is a tuple of two finite tensors like ``value``."""
     if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) for x in found)):
         remedy = 'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'

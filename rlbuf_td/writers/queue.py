@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from queue import Full
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.storages.checks import saved_number
+from rlbuf_td.storages.checks import State, saved_number
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages import PackedStorage
 
 _TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(4, 9)  # places in the numbers of a QueueWriter
 
@@ -81,7 +84,7 @@ class QueueWriter(TimeWriter):
         numbers[_TAKEN] = self._write_count - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
-    def recover(self, storage: Any, new: torch.Tensor) -> None:
+    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """Count as waiting what a process that died was taking; see :class:`~rlbuf_td.storages.listeners.Recovers`."""
         super().recover(storage, new)
         if storage.shared_rows is not None and self.numbers[_TURN] == storage.lock.turn:
@@ -110,15 +113,15 @@ class QueueWriter(TimeWriter):
         super()._empty(empty_write_count=empty_write_count)
         self.numbers[_TAKEN] = self._write_count
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the cursor and the counters."""
         return super().state_dict() | {"taken": self.numbers[_TAKEN]}
 
-    def _refuse_state(self, state: dict[str, Any]) -> None:
+    def _refuse_state(self, state: State) -> None:
         super()._refuse_state(state)
         saved_number("count of taken rows", state["taken"], 0, state["_write_count"])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
         super().load_state_dict(state_dict)
         self.numbers[_TAKEN] = state_dict["taken"]

@@ -10,7 +10,7 @@ import torch
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages import torchrl_parts
-from rlbuf_td.storages.checks import state_of
+from rlbuf_td.storages.checks import State, state_of
 from rlbuf_td.storages.listeners import Then
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
@@ -114,7 +114,7 @@ class ReservoirWriter(CountingWriter):
         skipped = log1p(-max(ahead, _LEAST)) / log(-expm1(log_threshold))
         return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
 
-    def recover(self, storage: Any, new: torch.Tensor) -> None:
+    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         super().recover(storage, new)
         self._match_storage()
@@ -173,11 +173,11 @@ class ReservoirWriter(CountingWriter):
     def _empty(self, empty_write_count: bool = True) -> None:
         self.numbers.values[:_NUMBERS] = 0, 0, 0  # even without ``empty_write_count``, because a new sample starts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the counters. The buffer saves the random generator."""
         return dict(zip(_STATE, self.numbers.values[:_NUMBERS], strict=True))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError if the state is not valid."""
         with state_of(self):
             values = [state_dict[name] for name in _STATE]

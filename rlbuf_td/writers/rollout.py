@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from rlbuf_td.functional._layout import coefficient
-from rlbuf_td.storages.checks import saved_number
+from rlbuf_td.storages.checks import State, saved_number
 from rlbuf_td.storages.episodes import STALE
 from rlbuf_td.storages.keys import as_tuple, is_key, nested_key
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
@@ -246,19 +246,19 @@ class RolloutWriter(TimeWriter):
         super()._empty(empty_write_count=empty_write_count)
         self._estimated_steps = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the cursor, the counters, and the number of time steps that have advantages."""
         progress = {"estimated_steps": self._estimated_steps, "has_values": self._has_values}
         return super().state_dict() | progress | {"value_rows": self.value_rows}
 
-    def _refuse_state(self, state: dict[str, Any]) -> None:
+    def _refuse_state(self, state: State) -> None:
         super()._refuse_state(state)
         saved_number("count of estimated steps", state["estimated_steps"], 0, MOST)
         saved_number("value_rows", state["value_rows"], 0, MOST)
         if type(state["has_values"]) is not bool:
             raise ValueError(f"the saved has_values is {state['has_values']!r}, expected True or False")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
         super().load_state_dict(state_dict)
         self._estimated_steps, self._has_values = state_dict["estimated_steps"], state_dict["has_values"]
@@ -272,14 +272,14 @@ class RolloutWriter(TimeWriter):
         return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"
 
 
-def _group(group: Any) -> tuple[str, ...]:
+def _group(group: object) -> tuple[str, ...]:
     """Return where the entries of a group of agents are; ``None``: not in a group."""
     if group is not None and not (is_key(group) and "next" not in as_tuple(group)):
         raise ValueError(f'group must be the name of a group of agents, such as "agents", got {group!r}')
     return () if group is None else as_tuple(group)
 
 
-def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) -> None:
+def _refuse_estimator(estimator: object, gamma: float | None, lmbda: float | None) -> None:
     if estimator is None:
         return
     if not callable(estimator):
@@ -288,7 +288,7 @@ def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) 
         raise ValueError("gamma= and lmbda= are those of GAE, which estimator= replaces: use them in the estimator")
 
 
-def _refuse_network(network: Any, value_key: NestedKey | None) -> None:
+def _refuse_network(network: object, value_key: NestedKey | None) -> None:
     if network is None or hasattr(network, "in_keys"):
         return
     fault = f"value_network must be a TensorDict module, got {type(network).__name__}"

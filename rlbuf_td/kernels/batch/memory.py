@@ -42,8 +42,8 @@ class LeafMemory:
         strides = [torch.empty(shape, dtype=torch.uint8, device="meta").stride() for shape in shapes]
         self._small = shapes, strides, [dtype for dtype, _ in entries]
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        state = {name: getattr(self, name) for name in self.__slots__}
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        state: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
         return None, state | {"_kept": {place: deque(maxlen=_KEPT) for place in self._kept}}
 
     def allocate(self) -> list[Tensor]:

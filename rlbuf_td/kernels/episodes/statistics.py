@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING or not OFF:
     from rlbuf_td.kernels.compiled import kernel, load
 else:  # Python runs the same loops, slowly
 
-    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(function: Callable[..., object]) -> Callable[..., object]:
         return function
 
     def load(address: int, kind: type[np.generic]) -> np.generic:

@@ -305,7 +305,7 @@ class ChunkedOrder:
     def count(self) -> Tensor:
         return self.tensors["head"][ROWS]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Tensor | dict[str, Tensor]]:
         if get_spawning_popen() is not None and self.magnitude.is_shared():
             return {"tensors": self.tensors}
         with self.lock:

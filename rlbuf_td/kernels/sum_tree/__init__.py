@@ -66,7 +66,7 @@ class SumTree:
         nodes = (len(block) - 2 * self.rows) // 3
         self.magnitude, self.weight, self.sums, self.before, self.minima = block.split([self.rows] * 2 + [nodes] * 3)
         self.block = block
-        self._record: tuple[Any, ...] = 0, 0, None
+        self._record: tuple[int, int, np.ndarray] = 0, 0, np.empty(0)
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
@@ -131,7 +131,7 @@ class SumTree:
     def _starts(self) -> np.ndarray:
         return np.array(self.starts, np.int64)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Tensor | int]:
         return {"block": self.block, "rows": self.rows}  # without the addresses, which are invalid in a copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:

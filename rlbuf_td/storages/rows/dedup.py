@@ -68,7 +68,7 @@ class DedupRows(Rows):
         if asked is not None:
             self.entries.ask_for(asked)
 
-    def at_region(self, index: Any) -> TensorDict:
+    def at_region(self, index: object) -> TensorDict:
         found = super().at_region(index)
         is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)  # True is a mask
         if is_step and -self.steps <= index < self.steps:
