@@ -40,7 +40,7 @@ class OwnSignature:
 class Setting:
     """Descriptor of a sampler's setting: ``check(name, value)`` validates and converts each assigned value."""
 
-    def __init__(self, check: Callable[[str, Any], Any], is_fixed: bool) -> None:
+    def __init__(self, check: Callable[[str, object], object], is_fixed: bool) -> None:
         self._check, self._is_fixed = check, is_fixed
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -108,7 +108,7 @@ class StatefulSampler(Sampler):
         """Restore the dump in ``path``. Raises CheckpointError, and changes nothing, if another class saved it."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
-    def add(self, index: Any) -> None:
+    def add(self, index: object) -> None:
         """Do nothing when a row is written."""
 
     extend = add
@@ -184,7 +184,7 @@ def refuse_stored(sampler: Sampler, storage: Storage) -> None:
     refuse_taken(sampler, stored_names(storage), reported_by(sampler))
 
 
-def refuse_taken(sampler: Sampler, stored: Mapping[str, Any], report_keys: Iterable[str]) -> None:
+def refuse_taken(sampler: Sampler, stored: Mapping[str, object], report_keys: Iterable[str]) -> None:
     """Raise a SchemaError if ``stored``, which maps names to dtypes or tensors, has one of these names.
 
     An entry ``"index"`` is refused only if it is no index: TorchRL's writers store the position of each row.
@@ -198,7 +198,7 @@ def refuse_taken(sampler: Sampler, stored: Mapping[str, Any], report_keys: Itera
         refuse_other_index(stored["index"])
 
 
-def rows_drawn(sampler: Sampler, drawn: Any) -> tuple[Tensor, Info]:
+def rows_drawn(sampler: Sampler, drawn: object) -> tuple[Tensor, Info]:
     """Return the flat rows, ``[B]`` int64, and the further entries that a sampler's ``draw`` has returned.
 
     A tensor of rows alone has no further entries. Raises a TypeError if ``draw`` returned something else.

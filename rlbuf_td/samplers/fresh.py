@@ -34,7 +34,7 @@ class FreshQueue:
         self._waiting = waiting
         self.serials: np.ndarray | None = None  # of the next row of each lane to hand out, ``[E]``; None: to be made
 
-    def switch_to(self, storage: Any) -> Ring | None:
+    def switch_to(self, storage: PackedStorage) -> Ring | None:
         """Count the rows of ``storage``; return its ring, None if its rows have not been allocated."""
         if self.serves._storage() is not storage:
             self.serves.claim(storage)
@@ -65,7 +65,7 @@ class FreshQueue:
     def waiting(self) -> np.ndarray:
         """Return how many of the newest rows of each lane are fresh, ``[E]``; empty: all rows, if there are any."""
         storage = self.serves.storage
-        ring = None if storage is None else self.switch_to(storage)
+        ring = self.switch_to(storage) if isinstance(storage, PackedStorage) else None
         if ring is None:
             return np.zeros(0, np.int64) if self._waiting is None else self._waiting
         return ring.written - self.following(ring)

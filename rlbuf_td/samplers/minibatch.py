@@ -136,7 +136,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         if not self._position:  # no row of the order has been drawn, and ``shuffle`` may have changed
             self._order = None
 
-    def add(self, index: Any) -> None:
+    def add(self, index: object) -> None:
         """Restart the epochs, because the rows have changed."""
         self.restart()
 

@@ -99,13 +99,13 @@ class PriorityRule(ABC):
         """Copy the saved ``tensors``, a dict with the keys of :attr:`blank`, into the table."""
 
 
-def _record_of(rule: PriorityRule, storage: Any) -> np.ndarray:
+def _record_of(rule: PriorityRule, storage: Storage | None) -> np.ndarray:
     """Return an ``UPDATE`` record: what compiled code reads of a sampler and its storage."""
     at, ring = addressof(rule.settings.values), getattr(storage, "ring", None)
-    fields: dict[str, Any] = {"table": rule.table.address, "eps": rule.eps, "first": rule.first}
+    fields: dict[str, float] = {"table": rule.table.address, "eps": rule.eps, "first": rule.first}
     fields |= {"least": rule.min_priority, "largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
     fields |= {"alpha": at + 8 * ALPHA if rule.weighs_rows else 0}
-    if ring is not None:
+    if storage is not None and ring is not None:
         fields |= {"serials": ring.address, "steps": ring.steps, "lanes": ring.lanes if storage.ndim > 1 else 0}
         if not ring.in_order and ring.generations is not None:
             fields["generations"] = ring.generations.data_ptr()
@@ -152,7 +152,7 @@ class Priorities:
             return torch.where(largest < 0, self.rule.first, largest)
         return self.rule.first if largest < 0 else largest
 
-    def rows(self, index: Any, storage: Storage | None) -> Tensor:
+    def rows(self, index: object, storage: Storage | None) -> Tensor:
         """Convert an index to flat rows; on the CPU, raise an IndexError if a row is out of range."""
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
@@ -162,7 +162,7 @@ class Priorities:
 
     @untraced("an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(
-        self, index: object, priority: object, storage: Any, *, counts: bool, stamp: Tensor | None = None
+        self, index: object, priority: object, storage: Storage | None, *, counts: bool, stamp: Tensor | None = None
     ) -> int | Tensor:
         """Set the priorities of rows from TD errors; if ``counts``, these can increase ``largest``.
 
@@ -222,7 +222,7 @@ class Priorities:
         return (given if stamp is None else (*given, stamp)), stale
 
     def _update(
-        self, given: Any, addresses: list[int], rows: int, storage: Any, ring: Ring | None, counts: bool
+        self, given: Any, addresses: list[int], rows: int, storage: Storage | None, ring: Ring | None, counts: bool
     ) -> int:
         """Update with compiled code; ``given``: the index, TD errors and, optionally, a multiple of B stamps."""
         (index, td_error, *_), rule = given, self.rule
@@ -305,7 +305,7 @@ class Priorities:
                 rows = rows.clamp(min=0)
             self.file.copy(rows, self.rule.table.magnitude, float(self.largest), written)
 
-    def record_at(self, storage: Storage, ring: Ring | None) -> int:
+    def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes priorities."""
         rule, generations = self.rule, None if ring is None or ring.in_order else ring.generations
         of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()

@@ -111,7 +111,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             self.rule.weigh_beside_(flat, flat[likeliest, None], weight)
             weight.div_(weight.max())
 
-    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, storage: Storage | None = None) -> None:
         """Set the priorities of rows from TD errors; an exception leaves all priorities unchanged.
 
         Args:

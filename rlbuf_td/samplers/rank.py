@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.numbers import SharedNumbers
+
+if TYPE_CHECKING:
+    from torchrl.data.replay_buffers import Storage
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or set TD errors of rows"
 
@@ -149,7 +152,7 @@ class RankSampler(Prioritized):
 
     order = property(attrgetter("rule.table"), doc="The rows in the order of their magnitudes.")
 
-    def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
+    def rank(self, index: object, *, storage: Storage | None = None) -> Tensor:
         """Return the rank of each row, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 without a priority."""
         return self.rule.table.ranks_of(self.priorities.rows(index, storage))
 

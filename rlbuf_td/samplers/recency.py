@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import expm1, inf, log
 from numbers import Real
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class RecencySampler(RowSampler):
             return span, span.double()
         return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
-    def _draw_by_lane(self, storage: Any, uniform: Tensor) -> Tensor:
+    def _draw_by_lane(self, storage: PackedStorage, uniform: Tensor) -> Tensor:
         span, mass = self._mass_by_lane(torch.from_numpy(storage.ring.count).to(uniform.device))
         end = mass.cumsum(0)
         place = torch.minimum(uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(())))

@@ -429,7 +429,7 @@ class SequenceSampler(SamplerWrapper):
         """Return one TD error per window, ``[B]``, see :func:`~rlbuf_td.kernels.wrappers.reduced`."""
         return reduced(td_error, mask, burn_in_mask, self.window, 1.0 if self.priority_rule == "max" else self.eta)
 
-    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
+    def update_priority(self, index: object, priority: object, *, storage: Storage | None = None) -> None:
         """Set the priority of each window's first row after burn-in.
 
         If ``index`` does not consist of whole windows, or ``storage`` is None, set the priority of each row instead.

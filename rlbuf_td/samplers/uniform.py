@@ -133,14 +133,14 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         self.unique = bool(state_dict.get("unique", self.unique))
 
 
-def young_count(storage: Any, max_age: int) -> int:
+def young_count(storage: Storage, max_age: int) -> int:
     """Return how many stored rows are young: at most ``max_age`` time steps of their lane old."""
     if hasattr(storage, "ring"):
         return int(storage.ring.count.clip(max=max_age + 1).sum())
     return min(len(storage), (max_age + 1) * lanes_of(storage).numel()) if len(storage) else 0
 
 
-def _nth_young(storage: Any, max_age: int, number: torch.Tensor) -> torch.Tensor:
+def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Tensor:
     """Return flat indices, ``[B]`` int64; ``number`` counts the young rows from 0 on."""
     if stand_apart(storage):
         return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
@@ -149,7 +149,7 @@ def _nth_young(storage: Any, max_age: int, number: torch.Tensor) -> torch.Tensor
     return (number + (after_newest - young_count(storage, max_age))) % rows
 
 
-def _is_young(storage: Any, max_age: int, flat: torch.Tensor) -> torch.Tensor:
+def _is_young(storage: Storage, max_age: int, flat: torch.Tensor) -> torch.Tensor:
     if hasattr(storage, "ring"):
         return (storage.ring.reach(flat)[1] <= max_age) & storage.ring.is_live(flat)
     steps, lanes = len(storage) // lanes_of(storage).numel(), lanes_of(storage).numel()

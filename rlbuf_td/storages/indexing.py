@@ -7,7 +7,7 @@ own dims (*inner dims*) follow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -70,7 +70,7 @@ def written_rows(storage: Storage) -> torch.Tensor:
     return nth_rows(storage, torch.arange(row_count(storage), device=device_of(storage)))
 
 
-def stand_apart(storage: Storage) -> bool:
+def stand_apart(storage: Storage) -> TypeGuard[PackedStorage]:
     """Whether the lanes of a storage stand at unlike steps, or a lane has gaps that a killed write has left."""
     return hasattr(storage, "ring") and (not storage.ring.together or storage.ring.holes > 0)
 

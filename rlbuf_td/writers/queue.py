@@ -14,6 +14,8 @@ from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter
 
 if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
     from rlbuf_td.storages import PackedStorage
 
 _TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(4, 9)  # places in the numbers of a QueueWriter
@@ -90,7 +92,7 @@ class QueueWriter(TimeWriter):
         if storage.shared_rows is not None and self.numbers[_TURN] == storage.lock.turn:
             self.numbers[_TAKEN] = self.numbers[_BEFORE]
 
-    def add(self, data: Any) -> int | torch.Tensor:
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Write one row and return its index; raise the errors that the class documents."""
         self._refuse_more_than_fits(1, capacity_in_steps(self._storage, single_data=data))
         return super().add(data)

@@ -119,12 +119,12 @@ class ReservoirWriter(CountingWriter):
         super().recover(storage, new)
         self._match_storage()
 
-    def add(self, data: Any) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index, -1 if it is dropped."""
         index = self.extend(data.unsqueeze(0))
         return int(index) if self._storage.ndim == 1 else index
 
-    def extend(self, data: Any) -> torch.Tensor:
+    def extend(self, data: object) -> torch.Tensor:
         """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
         The index is -1 for dropped time steps. If several time steps have the same index, the last one is stored.
