@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
@@ -57,11 +57,11 @@ class Lane:
         if self.number >= lanes:
             raise IndexError(f"lane {lane} is out of range: lanes are 0 to {lanes - 1}")
 
-    def add(self, data: Any) -> int:
+    def add(self, data: TensorDictBase) -> int:
         """Write one transition, ``[]``; return its time step. Errors: those of :meth:`ReplayBuffer.extend`."""
-        return int(self.extend(data[None])[0, 0])
+        return int(self.extend(data.unsqueeze(0))[0, 0])
 
-    def extend(self, data: Any) -> torch.Tensor:
+    def extend(self, data: TensorDictBase) -> torch.Tensor:
         """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""
         lane = self.number if self._process == os.getpid() else Beginning(self.number)
         index = self.buffer.extend(data, lanes=lane)
@@ -70,7 +70,7 @@ class Lane:
 
     def __len__(self) -> int:
         """Return the number of stored transitions of this lane."""
-        storage: Any = self.buffer.storage
+        storage = self.buffer.storage
         return int(storage.ring.count[self.number]) if len(storage) else 0
 
     def chronological(self) -> TensorDictBase:

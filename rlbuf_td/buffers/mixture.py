@@ -39,6 +39,8 @@ from rlbuf_td.storages.tensordict_fast import entries_of, set_entries_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from rlbuf_td.storages import PackedStorage
+
 _FOLDER = "mixture"  # of the manifest of a dump
 _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
 
@@ -124,7 +126,7 @@ class ReplayBufferMixture:
         return [*self.members]
 
     @property
-    def storage(self) -> Any:
+    def storage(self) -> PackedStorage:
         """The storage of the member ``writes_to``, or of the first member if ``writes_to`` is None."""
         return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
 
@@ -160,7 +162,7 @@ class ReplayBufferMixture:
             raise KeyError(f"no member {name!r} to write to: name one of {self.names}, or pass writes_to")
         return self.members[name]
 
-    def extend(self, data: TensorDictBase, name: str | None = None, *, lanes: Any = None) -> torch.Tensor:
+    def extend(self, data: TensorDictBase, name: str | None = None, *, lanes: object = None) -> torch.Tensor:
         """Write transitions to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.extend`."""
         return self._written(name).extend(data, lanes=lanes)
 

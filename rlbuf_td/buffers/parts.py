@@ -26,7 +26,7 @@ from rlbuf_td.writers.common import TimeWriter, keeps_order
 class Parts(NamedTuple):
     """The components of a buffer, and properties derived from them; a new object is made when a component changes."""
 
-    storage: Any
+    storage: PackedStorage
     sampler: Any
     writer: Any
     wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
@@ -70,7 +70,7 @@ class Parts(NamedTuple):
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
         if not isinstance(batch, TensorDictBase):  # a `collate_fn` may return anything
             return batch
-        stored = self.storage.layout.places
+        stored = self.storage.all_rows().layout.places
         return batch.exclude(*(key for key in info if as_tuple(key) not in stored))
 
     @property

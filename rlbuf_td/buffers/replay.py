@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from html import escape
@@ -96,6 +96,8 @@ from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from rlbuf_td.envs.specs import AnySpace, Extras, Groups
 
 _THEIRS = "use TorchRL's TensorDictReplayBuffer over it, which takes the samplers of this package, too"
 _SHARED = Purpose(
@@ -235,7 +237,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     # -- constructors
 
     @classmethod
-    def from_env(cls, env: Any, capacity: int, *, extras: Any = None, group_map: Any = None, **kwargs: Any) -> Self:
+    def from_env(
+        cls, env: object, capacity: int, *, extras: Extras = None, group_map: Groups = None, **kwargs: Any
+    ) -> Self:
         """Return a buffer for the transitions of an environment.
 
         Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of
@@ -272,12 +276,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     @classmethod
     def from_spaces(
         cls,
-        observation_space: Any,
-        action_space: Any,
+        observation_space: AnySpace,
+        action_space: AnySpace,
         capacity: int,
         *,
         num_envs: int | None = None,
-        extras: Any = None,
+        extras: Extras = None,
         **kwargs: Any,
     ) -> Self:
         """Return a buffer for the transitions of an environment with these Gymnasium spaces or TorchRL specs.
@@ -326,8 +330,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         scratch_dir: str | Path | None = None,
         reopen: bool = False,
         shared: bool = False,
-        share_next: Any = False,
-        frames: Any = None,
+        share_next: bool | Sequence[NestedKey] = False,
+        frames: Mapping[NestedKey, int | tuple[int, int]] | None = None,
         **kwargs: Any,
     ) -> Self:
         """Return a buffer for transitions with the keys, dtypes and shapes of an example.
@@ -476,7 +480,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         super()._init()
         self._begin()
 
-    def _maybe_make_storage(self, storage: Any, compilable: Any) -> Storage:
+    def _maybe_make_storage(self, storage: Any, compilable: bool) -> Storage:
         made = super()._maybe_make_storage(storage, compilable)
         return require_packed(made, f"a {type(self).__name__}", _THEIRS)
 
@@ -1292,7 +1296,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     # -- priorities
 
-    def update_priority(self, index: Any, priority: Any) -> None:
+    def update_priority(self, index: object, priority: object) -> None:
         """Set the priorities of rows from the magnitudes of TD errors, even if the rows were replaced after sampling.
 
         Args:
@@ -1880,7 +1884,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         reduction: Reduction = "max",
         storage: Storage | Callable[[], Storage] | None = None,
         sync: bool = True,
-        sampler_device: Any = None,
+        sampler_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         if not sync or sampler_device is not None:

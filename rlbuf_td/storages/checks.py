@@ -27,7 +27,7 @@ def as_number(value: Any) -> float:
     return float("nan")
 
 
-def usable_device(device: Any) -> torch.device:
+def usable_device(device: torch.device | str) -> torch.device:
     """Convert a device; raise a RuntimeError if it is a CUDA device that this machine lacks."""
     device = torch.device(device)
     count = torch.cuda.device_count() if device.type == "cuda" else 0

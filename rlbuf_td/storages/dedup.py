@@ -41,7 +41,7 @@ class DedupOptions:
     frames: tuple[tuple[Key, int, int], ...]  # (key, number of frames, dim of the frames) of each stack
 
     @classmethod
-    def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
+    def of(cls, share_next: object, frames: object) -> DedupOptions:
         if isinstance(share_next, Sequence | Set) and not isinstance(share_next, str):
             share_next = tuple(_key(key, "share_next") for key in share_next)
         elif not isinstance(share_next, bool):

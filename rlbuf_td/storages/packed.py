@@ -191,7 +191,7 @@ class PackedStorage(LazyTensorStorage):
         scratch_dir: str | Path | None = None,
         shared: bool = False,
         share_next: bool | Sequence[NestedKey] = False,
-        frames: Mapping[NestedKey, Any] | None = None,
+        frames: Mapping[NestedKey, int | tuple[int, int]] | None = None,
         existsok: bool = False,
         auto_cleanup: bool | None = None,
         reopen: bool = False,
@@ -225,7 +225,7 @@ class PackedStorage(LazyTensorStorage):
         if reopen or shared:
             self._reopen() if reopen else self.share_memory_()
 
-    def _refuse_device(self, device: Any, needing: str | None = None) -> None:
+    def _refuse_device(self, device: torch.device | str, needing: str | None = None) -> None:
         """Raise an error if the rows cannot lie on a device; ``needing`` is an argument that needs the CPU."""
         on_cpu = torch.device("cpu" if device == "auto" else device).type == "cpu"
         if needing and not on_cpu:
