@@ -7,7 +7,6 @@ step ``serial % T``.
 """
 
 from __future__ import annotations
-from rlbuf_td.storages.checks import State
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from rlbuf_td.kernels.host_memory import address_of, addresses_of, on_host
 from rlbuf_td.kernels.rows import ask_for_entries
 from rlbuf_td.kernels.rows.entries import Stored
+from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.schema import SchemaError
 

@@ -107,7 +107,7 @@ class Beginning(int):
     """A lane whose next row begins an episode, because another actor takes the lane over."""
 
 
-def as_lanes(lanes: Any, rows: int) -> torch.Tensor:
+def as_lanes(lanes: object, rows: int) -> torch.Tensor:
     """Return a lane for each of ``rows`` rows, ``[n]`` int64, from an int or from one lane per row.
 
     Raises:

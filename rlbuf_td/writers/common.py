@@ -75,7 +75,7 @@ class CountingWriter(Writer, Recovers):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rng": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
 
 
@@ -107,11 +107,11 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         """Whether this writer, or another writer of the storage, counts the writes to each position."""
         return self._track_generations or self._generation is not None
 
-    def add(self, data: Any) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         return self._write(data, single=True)
 
-    def extend(self, data: Any) -> torch.Tensor:
+    def extend(self, data: object) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if ``ndim > 1``, ``[n * lanes, ndim]``.
 
         Transitions are written in order. If ``n`` exceeds the capacity, only the last transitions are stored.
@@ -122,7 +122,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         """
         return self._write(data)
 
-    def _write(self, data: Any, single: bool = False) -> Any:
+    def _write(self, data: object, single: bool = False) -> Any:
         from_slot = 0 if self.begins_anew else None
         index = self._storage.advance(data, self.planned, from_slot=from_slot, single=single)
         if self.counts_generations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import expm1, inf, log, log1p
 from struct import pack, unpack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torchrl.data.replay_buffers import Storage
@@ -16,6 +16,11 @@ from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import CountingWriter, without_index
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+    from rlbuf_td.storages import PackedStorage
 
 _STATE = "_write_count", "following", "threshold"
 _NUMBERS = len(_STATE)
