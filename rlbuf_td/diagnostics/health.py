@@ -34,7 +34,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.uniform import young_count
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import Index, device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
 
 
 class LastDraw(NamedTuple):
@@ -55,12 +55,6 @@ class LastDraw(NamedTuple):
 
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
-
-
-def rows_of(index: Index, storage: Storage) -> torch.Tensor:
-    if isinstance(index, torch.Tensor) and index.ndim > 1:
-        index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
-    return flat_rows(index, storage, device_of(storage))
 
 
 def health(storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None) -> dict[str, float]:
@@ -109,8 +103,10 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
-    flat = rows_of(last_draw.index, storage)
-    lanes = lanes_of(storage).numel()
+    index = last_draw.index
+    if isinstance(index, torch.Tensor) and index.ndim > 1:
+        index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
+    flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
     steps = storage.max_size // lanes
     if isinstance(storage, PackedStorage) and stand_apart(storage):
         return storage.ring.reach(flat)[1]

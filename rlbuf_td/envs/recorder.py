@@ -105,7 +105,11 @@ class Recorder:
     def __init__(self, target: Target) -> None:
         #: The number of the lane to which this recorder writes; None: all lanes of the buffer, or a buffer ``[T]``.
         self._lane = target.number if isinstance(target, BufferLane) else None
-        self.buffer = _checked(target.buffer if isinstance(target, BufferLane) else target)
+        buffer = target.buffer if isinstance(target, BufferLane) else target
+        if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
+            name = type(buffer).__name__
+            raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
+        self.buffer = buffer
         self._flat = self.buffer.storage.ndim == 1
         self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
         self._loads = self._numbers.loads
@@ -243,14 +247,6 @@ class Recorder:
         """Whether a checkpoint was loaded into the buffer since the last call, so that a reset must follow."""
         before, self._loads = self._loads, self._numbers.loads
         return before != self._loads
-
-
-def _checked(buffer: object) -> ReplayBuffer:
-    """Return a buffer; raise a TypeError if it is not one of this package over a :class:`PackedStorage`."""
-    if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
-        name = type(buffer).__name__
-        raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
-    return cast("ReplayBuffer", buffer)
 
 
 # -- copies of what environments return into the columns of rows

@@ -28,14 +28,11 @@ class Finding:
     explanation: str  # the observed fault and its meaning
     remedy: str
 
-    @property
-    def share(self) -> float:
-        return self.count / self.of if self.of else 0.0
-
     def __str__(self) -> str:
         title = self.code if self.key is None else f"{self.code}: {show_key(self.key)}"
-        share = f"{self.share:.0%}" if self.share >= 0.1 or not self.share else f"{100 * self.share:.2g}%"
-        rows = f"{self.count:,} of {self.of:,} rows ({share})"
+        share = self.count / self.of if self.of else 0.0
+        shown = f"{share:.0%}" if share >= 0.1 or not share else f"{100 * share:.2g}%"
+        rows = f"{self.count:,} of {self.of:,} rows ({shown})"
         if self.rows:
             rows += ": " + ", ".join(map(str, self.rows)) + (" ..." if self.count > len(self.rows) else "")
         wrapped = [textwrap.fill(text, 76) for text in (rows, self.explanation, f"Remedy: {self.remedy}")]
