@@ -33,7 +33,7 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 if TYPE_CHECKING:
-    from torchrl.data.replay_buffers import Sampler
+    from torchrl.data.replay_buffers import Sampler, Writer
 
 Drawn: TypeAlias = tuple[Any, Info]  # a batch, and the sampler's report, which it contains
 _MOST_SIZES = 8  # numbers of drawn rows for which a plan keeps memory
@@ -84,7 +84,7 @@ class GeneralPlan(Plan):
     """
 
     def __init__(
-        self, storage: PackedStorage, sampler: Any, writer: Any, unit: Any, collate: Any, merges: bool
+        self, storage: PackedStorage, sampler: Sampler, writer: Writer, unit: Any, collate: Any, merges: bool
     ) -> None:
         super().__init__(storage, sampler, "TorchRL's code draws")
         self.writer, self.unit, self.collate, self.merges = writer, unit, collate, merges
@@ -152,7 +152,7 @@ class CompiledPlan(Plan):
     evicts torch's code from the caches.
     """
 
-    def __init__(self, storage: PackedStorage, sampler: Any, reading: Reading, count: int) -> None:
+    def __init__(self, storage: PackedStorage, sampler: Sampler, reading: Reading, count: int) -> None:
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
         self.draw_into = compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
@@ -235,7 +235,7 @@ class CompiledPlan(Plan):
         return _Memory(reading, slots, rows, report, torch.zeros(count, dtype=torch.float64, device="cpu"))
 
 
-def plan_of(storage: PackedStorage, sampler: Any, size: int) -> CompiledPlan | TorchPlan:
+def plan_of(storage: PackedStorage, sampler: Sampler, size: int) -> CompiledPlan | TorchPlan:
     """Return the plan of a storage and a sampler, with memory for batches of ``size`` rows."""
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:

@@ -95,6 +95,8 @@ from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from typing_extensions import Self
 
     from rlbuf_td.envs.specs import AnySpace, Extras, Groups
@@ -424,7 +426,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     @classmethod
     def from_torchrl(
         cls,
-        rb: Any,
+        rb: TensorDictReplayBuffer | str | PathLike[str],
         capacity: int | None = None,
         *,
         exclude: NestedKey | Sequence[NestedKey] = (),

@@ -42,7 +42,7 @@ _READ_AT_ONCE = 1 << 26  # bytes
 
 def import_torchrl(
     cls: type[Buffer],
-    rb: Any,
+    rb: TensorDictReplayBuffer | str | PathLike[str],
     capacity: int | None,
     *,
     exclude: NestedKey | Sequence[NestedKey],

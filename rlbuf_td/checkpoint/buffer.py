@@ -335,7 +335,7 @@ def all_or_nothing() -> Iterator[ExitStack]:
         undo.pop_all()
 
 
-def load_part(part: Any, state: Any, undo: ExitStack) -> None:
+def load_part(part: Any, state: State, undo: ExitStack) -> None:
     """Load a state into a part. Load samplers last: those of this package refuse a state before they change."""
     with state_of(part):
         if not hasattr(innermost_of(part), "snapshot"):

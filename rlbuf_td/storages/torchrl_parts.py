@@ -6,9 +6,13 @@ Other files use these attributes only in classes that inherit them.
 from __future__ import annotations
 
 from operator import attrgetter, methodcaller  # faster than functions: their calls have no Python frame
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictReplayBuffer, TensorStorage, Writer
+
+if TYPE_CHECKING:
+    import torch
+    from torchrl.data.replay_buffers import Sampler
 
 generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
@@ -47,7 +51,7 @@ def set_length(storage: TensorStorage, length: int) -> None:
     storage._len = length
 
 
-def set_generator(part: Any, generator: Any) -> None:
+def set_generator(part: Storage | Sampler | Writer, generator: torch.Generator | None) -> None:
     part._rng = generator
 
 
@@ -62,7 +66,7 @@ def replace_storage(writer: Writer, storage: Storage) -> None:
         raise
 
 
-def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None:
+def set_cursor(writer: RoundRobinWriter, cursor: int, write_count: int | None = None) -> None:
     writer._cursor = cursor
     if write_count is not None:
         writer._write_count = write_count

@@ -280,7 +280,7 @@ class TorchWrites(WritePlan):
         return index
 
 
-def unwritable(storage: Any) -> str:
+def unwritable(storage: PackedStorage) -> str:
     """Say in one line why compiled code cannot write the rows of a storage; "" if it can."""
     rows = storage.all_rows()
     if backend_of(rows.flat) != "numba":
