@@ -154,7 +154,7 @@ def _set_priorities(new: TensorDictReplayBuffer, cells: torch.Tensor, state: Map
     sampler = getattr(new.sampler, "innermost", new.sampler)
     if state is None or not isinstance(sampler, Prioritized):
         return
-    magnitude = read_torchrl_priorities(state)[1][cells]
+    magnitude = read_torchrl_priorities(state)[0][cells]
     known = (magnitude >= 0).nonzero().flatten()
     if len(known):
         sampler.update_priority(coordinates(known, new.storage), magnitude[known], storage=new.storage)

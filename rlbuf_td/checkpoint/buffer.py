@@ -278,7 +278,7 @@ def of_other_capacity(
     if rb.parts.prioritized is None or rows is None:
         return None
     state, cells = innermost_state(state["_sampler"]), rows.matrix.shape[:-1].numel()
-    magnitude, largest = state["priorities"]["magnitude"], float(state["largest"])
+    magnitude, largest = state["magnitude"], float(state["largest"])
     is_known = magnitude.isfinite() & ((magnitude >= 0) | (magnitude == -1))
     if magnitude.ndim != 1 or len(magnitude) < cells or not is_known.all() or not -1 <= largest < float("inf"):
         raise ValueError(f"the saved priorities, {tuple(magnitude.shape)} and {largest}, are not those of {cells} rows")

@@ -13,8 +13,8 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
 **How many shards.** One or two shards per machine are enough. Each shard uses one core.
 Ray starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
 
-- **Memory.** A row takes its packed bytes (see :func:`rlbuf_td.plan`) and, with priorities, 20 bytes more: 1e9 rows of
-  HalfCheetah (168 bytes) take 188 GB, 4 machines with 64 GB each.
+- **Memory.** A row takes its packed bytes (see :func:`rlbuf_td.plan`), 8 bytes and, with priorities, 10 more: 1e9 rows
+  of HalfCheetah (168 bytes) take 186 GB, 4 machines with 64 GB each.
 - **Draws.** A batch costs one Ray request per shard with drawn rows. On two cores, sampling and updating a
   batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. An answer of more than 100 kB takes 2 ms

@@ -254,7 +254,7 @@ class Shard:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
         else:
             flat, _ = self._prioritized.rule.draw(where, rows, False, None)
-            weight = self._prioritized.rule.table.weight[flat]
+            weight = self._prioritized.rule.table.weight[flat].to(torch.float64)
         cells, packed, layout = self._packed(flat)
         if self._layout[0] is not layout:
             self._layout = layout, named(layout)
@@ -340,7 +340,7 @@ def _extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: in
             index = buffer.extend(rows if source.ndim == 1 else rows.transpose(0, 1), update_priority=False)
             if prioritized is not None:
                 cells = (part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")).flatten()
-                magnitude = state["priorities"]["magnitude"][cells]
+                magnitude = state["magnitude"][cells]
                 prioritized.priorities.assign(index, magnitude, buffer.storage, counts=False)
         if prioritized is not None:
             prioritized.priorities.largest = max(prioritized.priorities.largest, float(state["largest"]))

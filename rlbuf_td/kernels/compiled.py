@@ -128,6 +128,22 @@ def load(at: Place, address: ir.Value, kind: ir.Value) -> ir.Value:
     return at.context.unpack_value(at.builder, dtype, place)
 
 
+@instruction(lambda address, bound: types.uint64(types.int64, types.float64))
+def count_sums(at: Place, address: ir.Value, bound: ir.Value) -> ir.Value:
+    """Count the cumulative sums, float64, of the 16 float32 numbers at an address that are at most ``bound``."""
+    builder, numbers = at.builder, ir.VectorType(ir.FloatType(), 16)
+    lanes, sums = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.DoubleType(), 16)
+    place = builder.inttoptr(address, ir.PointerType(numbers))
+    total = builder.fpext(builder.load(place, align=4), sums)
+    for step in (1, 2, 4, 8):  # add to each sum the one that is ``step`` lanes before it, or 0
+        before = ir.Constant(lanes, [lane - step if lane >= step else 16 for lane in range(16)])
+        total = builder.fadd(total, builder.shuffle_vector(total, ir.Constant(sums, [0.0] * 16), before))
+    first = builder.insert_element(ir.Constant(sums, ir.Undefined), bound, ir.IntType(32)(0))
+    bounds = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 16))
+    found = builder.bitcast(builder.fcmp_ordered("<=", total, bounds), ir.IntType(16))
+    return builder.zext(builder.ctpop(found), ir.IntType(64))
+
+
 def _fields(address: types.Type, i: types.Type, kind: types.Type) -> Signature:
     found = types.NamedUniTuple(types.int64, len(kind.instance_class._fields), kind.instance_class)
     return found(types.int64, types.int64, kind)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from rlbuf_td.kernels.batch import UPDATE
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, untraced, uses_numba
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
-from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
-from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
@@ -34,7 +33,6 @@ class PriorityRule(ABC):
     """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, holds flat indices of rows."""
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
-    blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
     eps = min_priority = 0.0  # what is added to magnitudes, and their lower bound
     weighs_rows = False  # whether the table holds a weight of each row, which depends on alpha
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
@@ -95,8 +93,8 @@ class PriorityRule(ABC):
         """Recompute derived values, such as ``p ** alpha`` of each row, if alpha has changed or ``anew`` is True."""
 
     @abstractmethod
-    def restore_(self, tensors: dict[str, Tensor]) -> None:  # saved weights must be for the current alpha
-        """Copy the saved ``tensors``, a dict with the keys of :attr:`blank`, into the table."""
+    def restore_(self, magnitude: Tensor) -> None:
+        """Copy the magnitudes of the first ``len(magnitude)`` rows into the table."""
 
 
 def _record_of(rule: PriorityRule, storage: Storage | None) -> np.ndarray:
@@ -142,7 +140,7 @@ class Priorities:
         if isinstance(value, Tensor):  # on another device than the CPU
             self._largest_on_device = value
         else:
-            self._largest_on_device, self.settings[LARGEST] = None, value
+            self._largest_on_device, self.settings[LARGEST] = None, min(value, LARGEST_MAGNITUDE)
 
     @property
     def initial(self) -> Any:
@@ -281,10 +279,9 @@ class Priorities:
             return 0
         file, own = PriorityFile(storage), self.rule.table.magnitude
         found, largest = file.found(storage)
-        most = torch.finfo(own.dtype).max
-        own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(self.rule.min_priority, most)).to(own.dtype)
+        own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(min=self.rule.min_priority))
         self.rule.refresh_weights(anew=True)
-        self.largest = min(largest, most)
+        self.largest = largest
         missing = self.admit(storage)
         self.file = file
         self.keep(slice(0, file.cells), storage)
@@ -348,31 +345,17 @@ class Priorities:
         if self.is_shared:
             grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
             raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
-        tensors = self.resized(self.tensors(), capacity)
-        self.device, self.capacity = device, capacity
+        magnitude, self.device, self.capacity = self.rule.table.magnitude.to(device), device, capacity
         self.rule.table = self.rule.make(capacity, device)
-        self.rule.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
-
-    def tensors(self, table: object = None) -> dict[str, Tensor]:
-        return {name: getattr(self.rule.table if table is None else table, name) for name in self.rule.blank}
-
-    def resized(self, tensors: dict[str, Tensor], capacity: int) -> dict[str, Tensor]:
-        """Return tensors padded to ``capacity`` with rows without a priority."""
-        found = {}
-        for name, like in self.tensors(self.rule.make(capacity, "meta")).items():
-            kept = tensors[name].cpu()
-            found[name] = torch.full(like.shape, self.rule.blank[name], dtype=like.dtype, device="cpu")
-            found[name][: len(kept)] = kept
-        return found
+        self.rule.restore_(magnitude)
 
     def clear(self) -> None:
         self.serves.release()
         self.largest = -1.0
-        saved = self.tensors().items()
-        self.rule.restore_({name: old.new_full((), self.rule.blank[name]).expand_as(old) for name, old in saved})
+        self.rule.restore_(torch.full_like(self.rule.table.magnitude, -1.0))
         self.keep(slice(0, None))
 
-    def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
+    def load(self, alpha: float, beta: float, largest: float, magnitude: Tensor, capacity: int) -> None:
         """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
@@ -380,11 +363,11 @@ class Priorities:
             expected = "expected -1 or a finite number that is not negative"
             raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, {expected}")
         table = self.rule.table if self.is_shared else self.rule.make(capacity, self.device)
-        refuse_state(tensors, self.tensors(table))
+        refuse_magnitude(magnitude, capacity)
         self.rule.table, self.capacity = table, capacity
-        self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
+        self.settings[ALPHA], self.settings[BETA] = alpha, beta
         self.largest = largest
-        self.rule.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
+        self.rule.restore_(magnitude.to(self.device))
         self.keep(slice(0, None))
 
     def share_memory_(self) -> None:
@@ -408,22 +391,12 @@ class Priorities:
         }
 
 
-def refuse_state(tensors: object, blank: dict[str, Tensor]) -> None:
-    """Raise a ValueError unless ``tensors`` match the table, ``blank``, in names, dtypes and shapes, and can occur."""
-    if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
-        raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")
-    for name, expected in blank.items():
-        tensor = tensors[name]
-        kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax returns NaN if there is any
-            raise ValueError(f"the saved {name} holds NaN or infinite values")
-    magnitude, weight = tensors["magnitude"], tensors.get("weight")
-    unset = magnitude < 0
-    if (unset & (magnitude != -1)).any():
+def refuse_magnitude(magnitude: Tensor, capacity: int) -> None:
+    """Raise a ValueError unless saved magnitudes are ``[capacity]`` float32, and valid."""
+    if magnitude.dtype is not torch.float32 or magnitude.shape != (capacity,):
+        got = f"{tuple(magnitude.shape)} {magnitude.dtype}"
+        raise ValueError(f"the saved magnitude is {got}, expected {(capacity,)} {torch.float32}")
+    if not magnitude.isfinite().all():
+        raise ValueError("the saved magnitude holds NaN or infinite values")
+    if ((magnitude < 0) & (magnitude != -1)).any():
         raise ValueError("the saved magnitude holds negative numbers other than -1")
-    if weight is not None and ((weight < 0) | (weight > LARGEST_WEIGHT) | (unset & (weight != 0))).any():
-        raise ValueError(
-            f"the saved weight holds numbers below 0 or above {LARGEST_WEIGHT}, or of rows without a priority"
-        )

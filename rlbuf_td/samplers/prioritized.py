@@ -185,13 +185,9 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     def snapshot(self) -> State:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        self.rule.refresh_weights()
-        seen = {"max_capacity": self.priorities.capacity, "largest": float(self.priorities.largest)}
-        return (
-            self._settings()
-            | seen
-            | {"priorities": {name: alias_of(each) for name, each in self.priorities.tensors().items()}}
-        )
+        capacity, largest = self.priorities.capacity, float(self.priorities.largest)
+        magnitude = alias_of(self.rule.table.magnitude[:capacity])
+        return self._settings() | {"max_capacity": capacity, "largest": largest, "magnitude": magnitude}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
@@ -199,4 +195,4 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
             largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
             with self._set(settings):
-                self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
+                self.priorities.load(self.alpha, self.beta, largest, state_dict["magnitude"], capacity)

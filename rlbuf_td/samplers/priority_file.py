@@ -18,10 +18,11 @@ _KIND = int.from_bytes(b"rlbuf_pr", "little"), 1  # the file's first numbers: wh
 
 
 class PriorityFile:
-    """A copy of each row's ``|td_error|``, float64, -1 for rows without a priority, and its serial plus 1, int64.
+    """A copy of each row's ``|td_error|``, float32, -1 for rows without a priority, and its serial plus 1, int32.
 
     A process may be killed at any time: a row then has its old or its new priority. Its serial says whose priority it
-    is, so that a row never continues with the priority of the row that it has replaced.
+    is, so that a row never continues with the priority of the row that it has replaced. Both lie beside each other in 8
+    bytes; the serial's lowest 32 bits tell a row from those that the cell held before.
 
     Raises:
         OSError: the disk has too little room.
@@ -33,7 +34,7 @@ class PriorityFile:
         self.file = SharedFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), HEADER)
         expected = [*_KIND, self.cells]
         self.numbers, self.largest = SharedNumbers("q", expected), SharedNumbers("d", [-1.0])
-        size = HEADER + 16 * self.cells
+        size = HEADER + 8 * self.cells
         is_old = os.fstat(self.file.descriptor).st_size == size
         if not is_old:
             os.ftruncate(self.file.descriptor, 0)
@@ -49,13 +50,13 @@ class PriorityFile:
 
     def _view(self) -> None:
         with torch.inference_mode(False):
-            pairs = self.file.map(16 * self.cells).view(self.cells, 2, 8)
-            self.magnitude, self.following = pairs[:, 0].view(torch.float64)[:, 0], pairs[:, 1].view(torch.int64)[:, 0]
+            pairs = self.file.map(8 * self.cells).view(torch.int32).view(self.cells, 2)
+            self.magnitude, self.following = pairs.view(torch.float32)[:, 0], pairs[:, 1]
 
     def grow(self, cells: int) -> None:
         """Make room for more rows; their priorities follow with the write that needs the room."""
         first, self.cells = self.cells, cells
-        self.file.reserve(-HEADER, HEADER + 16 * cells)
+        self.file.reserve(-HEADER, HEADER + 8 * cells)
         self._view()
         self.magnitude[first:] = -1.0
         self.numbers[2] = cells
@@ -64,19 +65,19 @@ class PriorityFile:
         """Return the magnitudes that earlier processes have left, -1 for rows written since, and the largest so far."""
         kept, cells = torch.full_like(self.magnitude, -1.0), written_rows(storage)
         found = self.magnitude[cells]
-        is_kept = found.isfinite() & (found >= 0) & (self.following[cells] == storage.ring.stamp(cells) + 1)
+        is_kept = found.isfinite() & (found >= 0) & (self.following[cells] == _next(storage, cells))
         kept[cells] = torch.where(is_kept, found, -1.0)
         largest = self.largest[0] if 0 <= self.largest[0] < float("inf") and is_kept.any() else -1.0
         return kept, largest
 
     def copy(self, rows: Any, magnitude: Tensor, largest: float, storage: PackedStorage | None) -> None:
         """Copy the magnitudes of some rows, and their serials if ``storage`` is given."""
-        self.magnitude[rows] = magnitude[rows].to(torch.float64)
+        self.magnitude[rows] = magnitude[rows]
         self.largest[0] = largest
         if storage is not None and storage.rows is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(storage.rows.cells), device="cpu")
-            self.following[rows] = storage.ring.stamp(rows) + 1
+            self.following[rows] = _next(storage, rows)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("magnitude", "following")}
@@ -84,3 +85,7 @@ class PriorityFile:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._view()
+
+
+def _next(storage: PackedStorage, cells: Tensor) -> Tensor:
+    return (storage.ring.stamp(cells) + 1).to(torch.int32)

@@ -21,15 +21,21 @@ from rlbuf_td.storages.numbers import SharedNumbers
 
 
 class ProportionalRule(PriorityRule):
-    """Gives each row the weight ``(max(|td_error|, min_priority) + eps) ** alpha``, stored in a sum tree."""
+    """Gives each row the weight ``(max(|td_error|, min_priority) + eps) ** alpha``, stored in a sum tree.
+
+    The setting ``WEIGHED`` is the alpha of the stored weights, or NaN if they are not those of the magnitudes.
+    """
 
     table: sum_tree.SumTree
-    blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
     weighs_rows = True
 
     def __init__(self, settings: SharedNumbers, eps: float, min_priority: float) -> None:
         super().__init__(settings)
-        self.eps, self.min_priority = exponent("eps", eps), exponent("min_priority", min_priority)
+        self.configure(eps, min_priority)
+
+    def configure(self, eps: float, min_priority: float) -> None:
+        eps, min_priority = exponent("eps", eps), exponent("min_priority", min_priority)
+        self.eps, self.min_priority = eps, min(min_priority, sum_tree.LARGEST_MAGNITUDE)
 
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
@@ -52,7 +58,7 @@ class ProportionalRule(PriorityRule):
             raise RuntimeError(NO_PRIORITY)
 
     def probability(self, flat: Tensor) -> Tensor:
-        return self.table.weight[flat] / self.table.total
+        return self.table.weight[flat].to(torch.float64) / self.table.total
 
     def least_probability(self) -> float | Tensor:
         if not self.table.has_nodes:
@@ -80,11 +86,9 @@ class ProportionalRule(PriorityRule):
             settings[WEIGHED] = settings[ALPHA]  # first: if the process then dies, the repair uses the new alpha
             sum_tree.reweigh_(self.table, settings[WEIGHED], self.eps)
 
-    def restore_(self, tensors: dict[str, Tensor]) -> None:
-        self.table.clear_()
-        self.table.magnitude.copy_(tensors["magnitude"])
-        self.table.weight.copy_(tensors["weight"])
-        sum_tree.rebuild_(self.table)
+    def restore_(self, magnitude: Tensor) -> None:
+        self.settings[WEIGHED] = float("nan")  # the next use of weights recomputes them
+        self.table.magnitude[: len(magnitude)] = magnitude
 
 
 class ProportionalSampler(Prioritized):
@@ -100,7 +104,8 @@ class ProportionalSampler(Prioritized):
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
         beta: exponent of the importance weights, at least 0; 1 fully corrects the bias of the draws.
         eps: added to every magnitude, so that a row with a TD error of 0 can be drawn; the default is TorchRL's.
-        dtype: float32 or float64, accepted for compatibility and ignored: the sum tree is always float64.
+        dtype: float32 or float64, accepted for compatibility and ignored: magnitudes and weights are always float32,
+            and their sums float64.
         stratified: whether to draw one row from each of ``B`` segments of equal probability. Stratified draws have a
             lower variance than independent draws. Consecutive rows of a batch come from distant segments. A slice of a
             batch, such as a minibatch, therefore also covers the whole distribution.
@@ -124,8 +129,8 @@ class ProportionalSampler(Prioritized):
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 
-    Cost: O(B log N) to draw and to update; O(N) to change alpha; 20 bytes per row. On a GPU: O(N) to draw, which
-    scans all weights, O(B log B) to update, and 16 bytes per row.
+    Cost: O(B log N) to draw and to update; O(N) to change alpha; 10 bytes per row. On a GPU: O(N) to draw, which
+    scans all weights, O(B log B) to update, and 8 bytes per row.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
     Experience Replay, NeurIPS 2020.
@@ -181,7 +186,7 @@ class ProportionalSampler(Prioritized):
 
         Example:
             >>> ProportionalSampler.nbytes_for(1_000_000)
-            19429312
+            9715136
         """
         return sum_tree.tree_bytes(capacity, torch.device(device))
 
@@ -203,14 +208,16 @@ class ProportionalSampler(Prioritized):
         eps = exponent("eps", state_dict["eps"])
         min_priority = exponent("min_priority", state_dict.get("min_priority", self.min_priority))
         super().load_state_dict(state_dict)
-        self.rule.eps, self.rule.min_priority = eps, min_priority
+        self.rule.configure(eps, min_priority)
+        self.rule.refresh_weights()
 
     def _from_torchrl(self, state: State) -> State:
-        weight, magnitude, largest = read_torchrl_priorities(state)
-        capacity = max(len(weight), self.priorities.capacity)
-        saved = {"magnitude": magnitude, "weight": weight}
-        found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")} | {"largest": largest}
-        return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, capacity)}
+        saved, largest = read_torchrl_priorities(state)
+        capacity = max(len(saved), self.priorities.capacity)
+        magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device="cpu")
+        magnitude[: len(saved)] = saved
+        found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")}
+        return found | {"largest": largest, "max_capacity": capacity, "magnitude": magnitude}
 
 
 @cache
@@ -220,16 +227,16 @@ def _update_loop() -> Callable[..., Any]:
     return machine_code(cpu.update_proportional)
 
 
-def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:
+def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Read the state of TorchRL's ``PrioritizedSampler``.
 
     Returns:
-        ``[N]`` float64 for N rows: the weights and the magnitudes of the TD errors (-1: no priority); and the largest
-        magnitude so far, -1 if there is none.
+        The magnitudes of the TD errors of N rows (``[N]`` float64, -1: no priority), and the largest magnitude so far,
+        -1 if there is none.
     """
     tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
     weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")
     seen = state["_max_priority"][0]
     largest = -1.0 if seen is None else float(seen)
-    magnitude = (weight ** (1 / alpha) - eps).clamp(min=0.0) if alpha else torch.full_like(weight, abs(largest))
-    return weight, torch.where(weight > 0, magnitude, -1.0), largest
+    magnitude = weight ** (1 / alpha) - eps if alpha else torch.full_like(weight, abs(largest))
+    return torch.where(weight > 0, magnitude.clamp(0.0, sum_tree.LARGEST_MAGNITUDE), -1.0), largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class RankRule(PriorityRule):
     """Gives each row the weight ``rank ** -alpha``."""
 
     table: rank_order.RankOrder
-    blank: ClassVar = {"magnitude": -1.0}
 
     def __init__(self, settings: SharedNumbers) -> None:
         super().__init__(settings)
@@ -87,8 +86,8 @@ class RankRule(PriorityRule):
         if anew:
             self.table.assign_(self.table.magnitude.clone())
 
-    def restore_(self, tensors: dict[str, Tensor]) -> None:
-        self.table.assign_(tensors["magnitude"])
+    def restore_(self, magnitude: Tensor) -> None:
+        self.table.assign_(magnitude)
         self.ranks = rank_order.rank_law(self.settings[ALPHA], self.table.magnitude.device)
 
 

@@ -83,7 +83,7 @@ PRIORITIES: dict[str, list[Any]] = {
     "largest": [-0.5, float("inf"), float("nan"), None],
     "max_capacity": [T - 1, None],
     "weight_norm": ["other"],
-    "priorities.magnitude": [lambda x: x - 3, lambda x: x[:-1], lambda x: x.half(), lambda x: x / 0],
+    "magnitude": [lambda x: x - 3, lambda x: x[:-1], lambda x: x.half(), lambda x: x / 0],
 }
 WRITER: dict[str, list[Any]] = {"_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:], "_write_count": [-5, 2.5, "one", 2**63]}
 WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
@@ -92,10 +92,7 @@ WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
         "_writer": WRITER,
         "": {"_batch_size": [-1, 1.5], "_rng": [(Tensor(3), "cpu"), 3]},
     },
-    "proportional": {
-        "_sampler": PRIORITIES
-        | {"eps": [-1.0], "priorities.weight": [lambda x: -x, lambda x: x + 1, lambda x: x * 1e300, lambda x: x[:-1]]}
-    },
+    "proportional": {"_sampler": PRIORITIES | {"eps": [-1.0], "min_priority": [float("nan")]}},
     "rank": {"_sampler": PRIORITIES},
     "minibatch": {
         "_sampler": {

@@ -53,7 +53,7 @@ def magnitudes(world: World, count: int) -> torch.Tensor:
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
         stored = shard.storage[:]["id"].flatten()
-        found[stored] = shard.buffer.sampler.rule.table.magnitude[: len(stored)]
+        found[stored] = shard.buffer.sampler.rule.table.magnitude[: len(stored)].double()
     return found
 
 
@@ -64,7 +64,7 @@ def law(world: World, count: int) -> torch.Tensor:
         prioritized = shard._prioritized
         flat = torch.arange(len(stored))
         weight[stored] = (
-            torch.ones(len(stored)).double() if prioritized is None else prioritized.rule.table.weight[flat]
+            torch.ones(len(stored)).double() if prioritized is None else prioritized.rule.table.weight[flat].double()
         )
     return weight / weight.sum()
 
@@ -130,7 +130,7 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
     p = torch.zeros(count, dtype=torch.float64)
     for place, shard in enumerate(world.shards):
         stored = shard.storage[:]["id"]
-        p[stored] = shares[place] * shard.buffer.sampler.rule.table.weight[: len(stored)] / now[place].mass
+        p[stored] = shares[place] * shard.buffer.sampler.rule.table.weight[: len(stored)].double() / now[place].mass
     batch = learner.sample(4_096)
     expected = (p[batch["id"]] / p.min()) ** -BETA
     torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-7)

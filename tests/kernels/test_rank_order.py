@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.kernels.rank_order import LARGEST, USED, ChunkedOrder, SortedOrder, order_bytes, rank_law
+from rlbuf_td.kernels.rank_order import USED, ChunkedOrder, SortedOrder, order_bytes, rank_law
+from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE
 from tests.kernels.invariants import check_order
 
 
@@ -160,7 +161,7 @@ def test_the_reference_skips_bad_errors_and_counts_them() -> None:
     assert order.update_(index[1:2], td_error[1:2], rows=4) == -1.0
     assert int(order.refused) == 3
     for each in (order, ChunkedOrder(order.magnitude)):  # beyond float32
-        assert each.update_(index[:1], torch.tensor([-1e300], dtype=torch.float64), rows=4) == LARGEST
+        assert each.update_(index[:1], torch.tensor([-1e300], dtype=torch.float64), rows=4) == LARGEST_MAGNITUDE
 
 
 @pytest.mark.parametrize(("row", "words"), [(3, "row 3 is out of range: rows are 0 to 2"), (-1, "row -1 is out")])

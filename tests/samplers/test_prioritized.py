@@ -116,6 +116,20 @@ def test_torchrls_schedulers_set_alpha_and_beta():
 
 
 @both
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_snapshot_can_be_loaded_into_the_sampler_that_it_aliases(cls, is_shared):
+    rb = buffer(20, cls=cls)
+    every = torch.arange(20)
+    rb.update_priority(every, torch.linspace(0.5, 2.0, 20))
+    if is_shared:
+        rb.sampler.share_memory_()
+    before = rb.sampler.priority(every), rb.sampler.probability(every)
+    rb.sampler.load_state_dict(rb.sampler.snapshot())
+    assert torch.equal(rb.sampler.priority(every), before[0])
+    torch.testing.assert_close(rb.sampler.probability(every), before[1])
+
+
+@both
 def test_errors_of_any_dtype_and_rows_in_every_form_are_taken(cls):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
         rb = buffer(5, lanes=3, cls=cls)
@@ -140,7 +154,9 @@ def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():
     torch.testing.assert_close(other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12)))
 
 
-@pytest.mark.parametrize(("dtype", "rtol", "alpha"), [(torch.float32, 1e-4, 0.0), (torch.float64, 1e-10, 0.7)])
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "alpha"), [(torch.float32, 1e-4, 0.0), (torch.float64, 1e-7, 0.7)]
+)  # ours is float32
 def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
     theirs = PrioritizedSampler(6, alpha, 0.5, 1e-3, dtype, device="cpu")
     ours = ProportionalSampler(9, 0.1, 0.1)
@@ -155,6 +171,7 @@ def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
     torch.testing.assert_close(ours.priority(rows), expected, rtol=rtol, atol=1e-6)
     assert (ours.priority([3, 5, 6, 7, 8]) == -1).all()
     assert ours.default_priority == pytest.approx(4.0)
+    # Even where theirs is float64, our weights are float32.
     torch.testing.assert_close(ours.probability(rows), law(td_error, alpha, 1e-3), rtol=rtol, atol=1e-9)
     if alpha:
         check_tree(ours.tree, alpha, 1e-3)
@@ -177,7 +194,7 @@ def test_loss_adjusted_priorities_have_the_expected_gradient_of_the_prioritized_
         pal = torch.where(delta.abs() <= 1, delta**2 / 2, delta.abs() ** (1 + alpha) / (1 + alpha)) / weight.mean()
         by_lap = torch.autograd.grad((probability * huber).sum(), value, retain_graph=True)[0]
         by_pal = torch.autograd.grad(pal.mean(), value)[0]
-        torch.testing.assert_close(by_lap, by_pal, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(by_lap, by_pal, rtol=1e-6, atol=1e-7)  # the probabilities of float32 weights
 
 
 # -- by rank

@@ -59,6 +59,7 @@ def check_priorities(rb: ReplayBuffer) -> None:
     """Check that the priorities are consistent, and that every row has one."""
     sampler: Any = rb.parts.prioritized
     if isinstance(sampler, ProportionalSampler):
+        sampler.least_probability()  # computes weights that a load has left to the next call
         check_tree(sampler.tree, sampler.alpha, sampler.eps)
     elif isinstance(sampler, RankSampler):
         check_order(sampler.order)

@@ -23,11 +23,11 @@ from rlbuf_td.kernels.compiled import (
     store,
     stream_bytes,
 )
-from rlbuf_td.kernels.rank_order import LARGEST, ORDER
+from rlbuf_td.kernels.rank_order import ORDER
 from rlbuf_td.kernels.rank_order.cpu import update as update_order
 from rlbuf_td.kernels.serials_cpu import head_at, is_stale, stamp_of
-from rlbuf_td.kernels.sum_tree import REFUSED, TREE
-from rlbuf_td.kernels.sum_tree.cpu import update
+from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, TREE
+from rlbuf_td.kernels.sum_tree.cpu import update as update_tree
 
 # One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
 # rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.
@@ -111,15 +111,16 @@ def put_report(batch, index, targets, first, last):
 
 
 @inlined
-def _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error):
-    """Write the rows to update to ``row``, -1 for those that are gone, and TD errors of the least size to ``error``.
+def _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, magnitude):
+    """Write the rows to update, -1 for those that are gone, to ``row``, and ``|td_error|``, within its bounds, beside.
 
     Return the number of rows that are gone since they were sampled, or -1 if a lane is out of range.
     """
     lanes, stale = max(given.lanes, 1), 0
     for i in range(len(row)):
         found = load(td_error + 8 * i, np.float64) if is_double else np.float64(load(td_error + 4 * i, np.float32))
-        error[i] = given.least if abs(found) < given.least else found  # NaN stays
+        size = given.least if abs(found) < given.least else abs(found)  # NaN stays
+        magnitude[i] = np.float32(min(size, LARGEST_MAGNITUDE) if np.isfinite(size) else size)
         if not in_pairs:
             row[i] = load(index + 8 * i, np.int64)
             continue
@@ -159,25 +160,23 @@ def update_proportional(
     an index of -1 is skipped, and so is a row that is gone since it got its stamp. The stamps at ``stamp`` (0:
     none) are those of windows of ``every`` rows. If ``counts``, TD errors can raise the number at ``UPDATE.largest``.
     """
-    given, row, error = carray(pointer(address), 1, UPDATE)[0], np.empty(count, np.int64), np.empty(count, np.float64)
-    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error)
+    given = carray(pointer(address), 1, UPDATE)[0]
+    row, magnitude = np.empty(count, np.int64), np.empty(count, np.float32)
+    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, magnitude)
     if stale < 0:
         return REFUSED, 0
     tree, alpha = carray(pointer(given.table), 1, TREE), load(given.weighed_alpha, np.float64)
-    return _raise_largest(given, counts, update(tree, row, error, written, alpha, given.eps)), stale
+    return _raise_largest(given, counts, update_tree(tree, row, magnitude, written, alpha, given.eps)), stale
 
 
 @kernel
 def update_rank(address, index, td_error, stamp, every, in_pairs: bool, is_double: bool, count, written, counts: bool):
-    """Update magnitudes; see :func:`update_proportional`. Those above the largest float32 count as this number."""
-    given, row, error = carray(pointer(address), 1, UPDATE)[0], np.empty(count, np.int64), np.empty(count, np.float64)
-    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error)
+    """Update magnitudes; see :func:`update_proportional`."""
+    given = carray(pointer(address), 1, UPDATE)[0]
+    row, magnitude = np.empty(count, np.int64), np.empty(count, np.float32)
+    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, magnitude)
     if stale < 0:
         return REFUSED, 0
-    magnitude = np.empty(count, np.float32)
-    for i in range(count):
-        size = abs(error[i])
-        magnitude[i] = np.float32(min(size, LARGEST) if np.isfinite(size) else size)
     order = carray(pointer(given.table), 1, ORDER)
     return _raise_largest(given, counts, update_order(order, row, magnitude, written)), stale
 

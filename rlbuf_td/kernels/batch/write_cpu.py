@@ -26,7 +26,7 @@ from rlbuf_td.kernels.compiled import (
     stream_bytes,
 )
 from rlbuf_td.kernels.episodes.cpu import note, record_at
-from rlbuf_td.kernels.rank_order import LARGEST, ORDER
+from rlbuf_td.kernels.rank_order import ORDER
 from rlbuf_td.kernels.rank_order.cpu import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu import update as update_order
 from rlbuf_td.kernels.rows import entries_cpu
@@ -283,7 +283,7 @@ def enter_rank(rows):
     """Set the priorities of new rows in a rank order."""
     of = carray(pointer(rows), 1, _ROWS)[0]
     given = carray(pointer(of.priorities), 1, UPDATE)[0]
-    order, magnitude = carray(pointer(given.table), 1, ORDER), np.float32(min(_entry(given), LARGEST))
+    order, magnitude = carray(pointer(given.table), 1, ORDER), _entry(given)
     if of.slot == IN_CELLS:
         cells, live = carray(pointer(of.cells), of.size, np.int64), given.steps * max(given.lanes, 1)
         update_order(order, cells, np.full(of.size, magnitude), live)
@@ -299,7 +299,7 @@ def enter_rank(rows):
 def _entry(given):
     """Return the magnitude of new rows."""
     largest = load(given.largest, np.float64)
-    return given.first if largest < 0.0 else largest
+    return np.float32(given.first if largest < 0.0 else largest)
 
 
 @inlined

@@ -1,6 +1,6 @@
 r"""Keeps rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, and ties are ordered by row.
 
-Magnitudes are float32: errors that are equal as float32 are a tie, and errors above the largest float32 are clamped.
+Magnitudes are float32: errors that are equal as float32 are a tie.
 
 Ranks are drawn from ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``. The first :data:`HEAD`
 values of ``H`` are stored in a table. For larger ``n``, the Euler-Maclaurin formula has float64 accuracy; its constant
@@ -32,12 +32,10 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.strata import empty_draws, law_of, masses
-from rlbuf_td.kernels.sum_tree import write_magnitudes
+from rlbuf_td.kernels.sum_tree import magnitudes_of, write_magnitudes
 
 #: Ranks whose cumulative mass is stored in a table.
 HEAD = 1024
-#: Larger TD errors count as this value.
-LARGEST = torch.finfo(torch.float32).max
 
 # -- the distribution of ranks
 
@@ -104,12 +102,6 @@ def _primitive(alpha: float, x: Tensor) -> Tensor:
 # -- the order of rows
 
 
-def as_float32(td_error: Tensor) -> Tensor:
-    if td_error.dtype is torch.float32:
-        return td_error
-    return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
-
-
 class SortedOrder:
     """Rows sorted by magnitude ``|td_error|``. After a change of magnitudes, a look-up sorts all rows, in O(N log N).
 
@@ -131,18 +123,17 @@ class SortedOrder:
         raise ValueError("an order on a device cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:
-        self.magnitude.copy_(magnitude)
+        self.magnitude[: len(magnitude)] = magnitude
         self._is_sorted = False
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int) -> Tensor:
-        _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), rows)
+        _, largest, refused = write_magnitudes(self.magnitude, index, td_error, rows)
         self._is_sorted = False
         self.refused.add_(refused)
-        return largest.to(torch.float64)
+        return largest
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
-        self.magnitude[start : start + count] = value
+        self.magnitude[start : start + count] = magnitude
         self._is_sorted = False
 
     def _refresh(self) -> None:
@@ -252,7 +243,7 @@ class ChunkedOrder:
         self.lock = Lock()  # held around the loops, which release the GIL
 
     def _fill_with(self, magnitude: Tensor) -> None:
-        self.magnitude.copy_(magnitude)
+        self.magnitude[: len(magnitude)] = magnitude
         bits = self.tensors["bits"].numpy()
         rows = np.flatnonzero(bits >= 0)
         if len(rows) or self.count():
@@ -271,13 +262,13 @@ class ChunkedOrder:
         from rlbuf_td.kernels.rank_order import cpu
 
         with self.lock:
-            return cpu.update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
+            return cpu.update(self.addresses, index.numpy(), magnitudes_of(td_error).numpy(), rows)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         from rlbuf_td.kernels.rank_order import cpu
 
         if count > 0:
-            bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
+            bits = int(np.float32(magnitude).view(np.int32))
             with self.lock:
                 cpu.fill(self.addresses, np.arange(start, start + count), bits)
 

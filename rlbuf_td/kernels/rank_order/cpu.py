@@ -212,23 +212,23 @@ def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Dr
 
 
 @kernel
-def update(order, index, td_error, rows):
-    """Set magnitudes; ``td_error`` is float32, otherwise as :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
-    if not acceptable(index, td_error, rows):
+def update(order, index, magnitude, rows):
+    """Set magnitudes, float32, as :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
+    if not acceptable(index, magnitude, rows):
         return REFUSED
-    chunks, bits = _chunks(order[0]), td_error.view(np.int32)
+    chunks, bits = _chunks(order[0]), magnitude.view(np.int32)
     keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     largest = -1.0
     for start in range(0, len(index), BLOCK):
         stop = min(start + BLOCK, len(index))
         _delete(chunks, index[start:stop], keys, positions)
         count = 0
-        for i in range(stop - 1, start - 1, -1):  # backwards: a duplicate row keeps its last error
+        for i in range(stop - 1, start - 1, -1):  # backwards: a duplicate row keeps its last magnitude
             row = index[i]
             if row >= 0:
-                largest = max(largest, np.float64(abs(td_error[i])))
+                largest = max(largest, np.float64(magnitude[i]))
                 if chunks.bits[row] < 0:
-                    chunks.bits[row] = bits[i] & TOP_BIT
+                    chunks.bits[row] = bits[i]
                     keys[count] = key_of(chunks.bits[row], row)
                     count += 1
         _insert(chunks, keys[:count], positions[:count])

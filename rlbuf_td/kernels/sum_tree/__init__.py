@@ -1,10 +1,12 @@
 """A sum tree over priorities, which draws rows with probabilities proportional to their weights.
 
-Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
-Eight weights form a block, eight blocks form a group, and eight groups form a group of the next level, up to the root.
-A group stores three numbers for each of its eight members: the sum of the member's weights, the sum of all members
-*before* it, and the smallest positive weight in the member. The eight numbers of one kind fill a cache line, and a draw
-reads one cache line per level.
+Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set),
+both float32. Sixteen weights form a block, eight blocks form a group, and eight groups form a group of the next level,
+up to the root. A group stores three float64 numbers for each of its eight members: the sum of the member's weights, the
+sum of all members *before* it, and the smallest positive weight in the member. The weights of a block, and the eight
+numbers of one kind of a group, fill a cache line, and a draw reads one cache line per level.
+
+A weight is computed in float64, and rounded. Probabilities are exact for the rounded weights.
 
 An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
 not accumulate. If the last members of a group have sum 0, their ``before`` is infinite. A draw therefore never returns
@@ -34,20 +36,22 @@ from rlbuf_td.kernels.strata import empty_draws, law_of, masses
 #: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
 Number: TypeAlias = float | Tensor
 
-BLOCK = 8
-#: Bounds of weights, so that no sum overflows and no positive priority gets the weight 0.
-SMALLEST, LARGEST = 1e-290, 1e290
+BLOCK, GROUP = 16, 8  # weights per block, and blocks or groups per group
+#: Bounds of weights, normal float32 numbers: no positive priority gets the weight 0, and none an infinite one.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+#: Larger magnitudes count as this value, the largest float32.
+LARGEST_MAGNITUDE = torch.finfo(torch.float32).max
 #: What an update returns, instead of a magnitude, if it refuses the batch.
 REFUSED = -2.0
 
 
 class SumTree:
-    """A sum tree for ``rows`` rows, a multiple of 8, in ``block``, float64. Only trees for compiled loops have nodes.
+    """A sum tree for ``rows`` rows, a multiple of 16, in ``memory``. Only trees for compiled loops have nodes.
 
     Attributes:
-        magnitude: ``[rows]``, ``|td_error|`` of each row, -1 if not set.
-        weight: ``[rows]``, 0 if not set.
-        sums: the sums of all levels, from the blocks to the root; each level is padded to whole groups.
+        magnitude: ``[rows]`` float32, ``|td_error|`` of each row, -1 if not set.
+        weight: ``[rows]`` float32, 0 if not set.
+        sums: float64, the sums of all levels, from the blocks to the root; each level is padded to whole groups.
         before: in the same layout, the sum of the members before each member of a group.
         minima: in the same layout, the smallest positive weight below each node, infinite if there is none.
         refused: the number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, which refuses such a batch.
@@ -55,34 +59,34 @@ class SumTree:
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
-    def __init__(self, block: Tensor, rows: int) -> None:
-        self.block, self.rows = block, rows
+    def __init__(self, memory: Tensor, rows: int) -> None:
+        self.rows = rows
         self.lock = Lock()  # held around loops, which release the GIL
         with outside_inference_mode():
-            self.refused = torch.zeros((), dtype=torch.int64, device=block.device)
-        self._adopt(block)
+            self.refused = torch.zeros((), dtype=torch.int64, device=memory.device)
+        self._adopt(memory)
 
-    def _adopt(self, block: Tensor) -> None:
-        nodes = (len(block) - 2 * self.rows) // 3
-        self.magnitude, self.weight, self.sums, self.before, self.minima = block.split([self.rows] * 2 + [nodes] * 3)
-        self.block = block
+    def _adopt(self, memory: Tensor) -> None:
+        leaves, nodes = memory.split([2 * self.rows, len(memory) - 2 * self.rows])
+        self.magnitude, self.weight = leaves.chunk(2)
+        self.sums, self.before, self.minima = nodes.view(torch.float64).chunk(3)
+        self.memory = memory
         self._record: tuple[int, int, np.ndarray] = 0, 0, np.empty(0)
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
         """Return a tree for ``capacity`` rows, all without a priority."""
         rows, nodes = _sizes(capacity, uses_numba(torch.device(device)))
-        tree = cls(_memory(2 * rows + 3 * nodes, device), rows)
-        tree.clear_()
+        with outside_inference_mode():
+            memory = torch.empty(2 * rows + 6 * nodes, dtype=torch.float32, device=device)
+        advise_huge_pages(memory)
+        tree = cls(memory, rows)
+        tree.magnitude.fill_(-1.0)
+        tree.weight.zero_()
+        tree.sums.zero_()
+        tree.before.fill_(torch.inf)[::GROUP] = 0.0
+        tree.minima.fill_(torch.inf)
         return tree
-
-    def clear_(self) -> None:
-        self.magnitude.fill_(-1.0)
-        self.weight.zero_()
-        self.sums.zero_()
-        self.before.fill_(torch.inf)
-        self.before[::BLOCK] = 0.0
-        self.minima.fill_(torch.inf)
 
     @property
     def has_nodes(self) -> bool:
@@ -95,7 +99,7 @@ class SumTree:
 
     @property
     def total(self) -> Tensor:
-        return self.sums[self.starts[-1]] if self.has_nodes else self.weight.sum()
+        return self.sums[self.starts[-1]] if self.has_nodes else self.weight.sum(dtype=torch.float64)
 
     @property
     def smallest(self) -> Tensor:
@@ -108,12 +112,12 @@ class SumTree:
         return {name: getattr(self, name) for name in self.NAMES}
 
     def share_memory_(self) -> None:
-        self._adopt(self.block.clone().share_memory_())
+        self._adopt(self.memory.clone().share_memory_())
 
     @property
     def address(self) -> int:
         """The address of a :data:`TREE` record, which is the same as long as the memory has not moved."""
-        place = self.block.data_ptr()
+        place = self.memory.data_ptr()
         if self._record[0] != place:
             tensors = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
             sizes = {"levels": len(self._starts), "rows": self.rows, "nodes": len(self.sums)}
@@ -132,7 +136,7 @@ class SumTree:
         return np.array(self.starts, np.int64)
 
     def __getstate__(self) -> dict[str, Tensor | int]:
-        return {"block": self.block, "rows": self.rows}  # without the addresses, which are invalid in a copy
+        return {"memory": self.memory, "rows": self.rows}  # without the addresses, which are invalid in a copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -143,40 +147,43 @@ TREE = np.dtype([(name, np.int64) for name in ("levels", "rows", "nodes", "start
 
 
 def tree_bytes(capacity: int, device: torch.device) -> int:
-    """Return the memory of a tree for ``capacity`` rows: 20 bytes per row on the CPU, 16 on other devices."""
+    """Return the memory of a tree for ``capacity`` rows: 10 bytes per row on the CPU, 8 on other devices."""
     rows, nodes = _sizes(capacity, device.type == "cpu")
-    return 8 * (2 * rows + 3 * nodes)
+    return 8 * rows + 24 * nodes
 
 
 def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
     rows = -(-capacity // BLOCK) * BLOCK
-    return rows, (_starts(rows)[-1] + BLOCK) * has_nodes
+    return rows, (_starts(rows)[-1] + GROUP) * has_nodes
 
 
 def _starts(rows: int) -> list[int]:
     starts, size = [0], rows // BLOCK
     while size > 1:
-        size = -(-size // BLOCK)
-        starts.append(starts[-1] + size * BLOCK)
+        size = -(-size // GROUP)
+        starts.append(starts[-1] + size * GROUP)
     return starts
 
 
-def _memory(size: int, device: torch.device | str) -> Tensor:
-    with outside_inference_mode():
-        memory = torch.empty(size, dtype=torch.float64, device=device)
-    if memory.is_cpu:
-        advise_huge_pages(memory)
-    return memory
+def magnitudes_of(td_error: Tensor) -> Tensor:
+    """Return ``|td_error|`` as float32, at most :data:`LARGEST_MAGNITUDE`; NaN and infinite TD errors stay."""
+    magnitude = td_error.abs()
+    if td_error.dtype is torch.float32:
+        return magnitude
+    bounded = torch.where(magnitude.isfinite(), magnitude.clamp(max=LARGEST_MAGNITUDE), magnitude)
+    return bounded.to(torch.float32)
 
 
 def write_magnitudes(
-    memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
+    memory: Tensor, index: Tensor, td_error: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set ``memory[index] = magnitude`` for finite magnitudes and ``0 <= index < rows``, the last one of equal indices.
+    """Set ``memory[index] = |td_error|`` for finite TD errors and ``0 <= index < rows``, the last one of equal indices.
 
     The host does not wait. Return the written indices (``[B]``, some repeated; all 0 if nothing was written), the
-    largest valid magnitude (-1: none), and the number of NaN or infinite magnitudes at indices in ``[0, rows)``.
+    largest valid magnitude (float64, -1 if there is none), and the number of NaN or infinite TD errors at indices in
+    ``[0, rows)``.
     """
+    magnitude = magnitudes_of(td_error)
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()
     # All duplicates of a row write its last magnitude, and every skipped entry writes the valid row with the highest
@@ -186,14 +193,15 @@ def write_magnitudes(
     last = order[torch.searchsorted(ordered, target, right=True) - 1]
     row = target.clamp(min=0)
     memory[row] = torch.where(target < 0, memory[row], magnitude[last])
-    return row, torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()
+    return row, torch.where(valid, magnitude, -1.0).max().to(torch.float64), (named & ~valid).sum()
 
 
 def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
-    """Return ``(magnitude + eps) ** alpha``, clamped to ``[SMALLEST, LARGEST]`` if ``magnitude + eps`` is positive."""
-    priority = magnitude + eps
+    """Return the weights of magnitudes, float32: 0 for those below 0; no other priority than 0 has the weight 0."""
+    priority = magnitude.to(torch.float64) + eps
     weight = priority.pow(alpha)
-    return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
+    weight = torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
+    return torch.where(magnitude < 0, 0.0, weight).to(torch.float32)
 
 
 def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> float | Tensor:
@@ -208,10 +216,10 @@ def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha:
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
-        return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), int(rows), float(alpha), float(eps))
-    row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
-    magnitude = tree.magnitude[row]
-    tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
+        magnitude = magnitudes_of(td_error).numpy()
+        return cpu.update(tree.addresses, index.numpy(), magnitude, int(rows), float(alpha), float(eps))
+    row, largest, refused = write_magnitudes(tree.magnitude, index, td_error, rows)
+    tree.weight[row] = weight_of(tree.magnitude[row], alpha, eps)
     tree.refused.add_(refused)
     rebuild_(tree)
     return largest
@@ -222,7 +230,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
-        return cpu.fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
+        return cpu.fill(tree.addresses, start, count, np.float32(magnitude), float(alpha), float(eps))
     part = slice(start, start + count)
     tree.magnitude[part] = magnitude
     tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
@@ -238,21 +246,21 @@ def rebuild_(tree: SumTree) -> None:
     if not tree.has_nodes:
         return
     weight = tree.weight.view(-1, BLOCK)
-    count, halves = len(weight), weight.unflatten(1, (2, 2, 2))
-    tree.sums[:count] = halves.sum(3).sum(2).sum(1)  # added in the same order as on the CPU
+    count = len(weight)
+    tree.sums[:count] = weight.sum(1, dtype=torch.float64)
     tree.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
     for start, above in pairwise(tree.starts):
-        sums, count = tree.sums[start:above].view(-1, BLOCK), (above - start) // BLOCK
+        sums, count = tree.sums[start:above].view(-1, GROUP), (above - start) // GROUP
         total = sums.cumsum(1)
         is_followed = sums.flip(1).cumsum(1).flip(1) > 0  # by a positive sum, its own included
-        tree.before[start:above].view(-1, BLOCK)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
+        tree.before[start:above].view(-1, GROUP)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
         tree.sums[above : above + count] = total[:, -1]
-        tree.minima[above : above + count] = tree.minima[start:above].view(-1, BLOCK).amin(1)
+        tree.minima[above : above + count] = tree.minima[start:above].view(-1, GROUP).amin(1)
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
     """Recompute all weights from the magnitudes, after a change of ``alpha`` or ``eps``. O(N)."""
-    tree.weight.copy_(torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps)))
+    tree.weight.copy_(weight_of(tree.magnitude, alpha, eps))
     rebuild_(tree)
 
 
@@ -281,14 +289,14 @@ def draw(
         places = tree.address, uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
         has_rows = loop("sum_tree.cpu", "draw")(*places, batch, law_of(batch, stratified, beta, norm), int(rows))
         return (index, weight) if has_rows else None
-    sums = tree.weight.cumsum(0)
+    sums = tree.weight.cumsum(0, dtype=torch.float64)
     total = sums[-1]
     mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(sums, mass, right=True).clamp(max=len(tree.weight) - 1)
     # A scan on many cores rounds differently from row to row. A draw that rounding leads to a row of weight 0 takes the
     # row with the largest weight instead.
     index = torch.where(tree.weight[index] > 0, index, tree.weight.argmax())
-    chosen = tree.weight[index]
+    chosen = tree.weight[index].to(torch.float64)
     smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
 

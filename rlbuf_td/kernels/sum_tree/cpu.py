@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import address_of, inlined, kernel, pointer, prefetch, touch
+from rlbuf_td.kernels.compiled import address_of, count_sums, inlined, kernel, pointer, prefetch, touch
 from rlbuf_td.kernels.draws.cpu import acceptable, masses
 from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, DrawLaw
-from rlbuf_td.kernels.sum_tree import BLOCK, LARGEST, REFUSED, SMALLEST, TREE
+from rlbuf_td.kernels.sum_tree import BLOCK, GROUP, LARGEST, REFUSED, SMALLEST, TREE
 
-_ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
-_SHIFT = np.uint64(BLOCK.bit_length() - 1)
+_ONE, _NONE = np.uint64(1), np.float32(np.inf)
+_ROWS, _SHIFT = (np.uint64(size.bit_length() - 1) for size in (BLOCK, GROUP))
 
 
 class _Arrays(NamedTuple):
@@ -32,8 +32,8 @@ def _arrays(tree):
     at = tree[0]
     return _Arrays(
         starts=carray(pointer(at.starts), at.levels, np.uint64),
-        magnitude=carray(pointer(at.magnitude), at.rows, np.float64),
-        weight=carray(pointer(at.weight), at.rows, np.float64),
+        magnitude=carray(pointer(at.magnitude), at.rows, np.float32),
+        weight=carray(pointer(at.weight), at.rows, np.float32),
         sums=carray(pointer(at.sums), at.nodes, np.float64),
         before=carray(pointer(at.before), at.nodes, np.float64),
         minima=carray(pointer(at.minima), at.nodes, np.float64),
@@ -42,23 +42,20 @@ def _arrays(tree):
 
 @inlined
 def _weight(magnitude, alpha, eps):
-    priority = magnitude + eps
+    priority = np.float64(magnitude) + eps
     if priority <= 0.0:
-        return 1.0 if alpha == 0.0 else 0.0
-    return min(max(priority**alpha, SMALLEST), LARGEST)
+        return np.float32(1.0 if alpha == 0.0 else 0.0)
+    return np.float32(min(max(priority**alpha, SMALLEST), LARGEST))
 
 
 @inlined
 def _set_block(weight, sums, minima, block):
     """Recompute the sum and the minimum of one block of weights; return whether the minimum changed."""
-    row = block << _SHIFT
-    half = (weight[row] + weight[row + _ONE]) + (weight[row + _TWO] + weight[row + _THREE])
-    row += _FOUR
-    total = half + ((weight[row] + weight[row + _ONE]) + (weight[row + _TWO] + weight[row + _THREE]))
-    smallest = np.inf
+    row, total, smallest = block << _ROWS, 0.0, _NONE
     for k in range(BLOCK):
-        w = weight[(block << _SHIFT) + uint64(k)]
-        smallest = min(smallest, w if w > 0.0 else np.inf)
+        w = weight[row + uint64(k)]
+        total += w
+        smallest = min(smallest, w if w > 0.0 else _NONE)
     sums[block] = total
     changed = minima[block] != smallest
     minima[block] = smallest
@@ -69,11 +66,11 @@ def _set_block(weight, sums, minima, block):
 def _set_group(sums, before, first, above):
     """Recompute the cumulative sums ``before`` of the group at node ``first``, and its total, ``sums[above]``."""
     total = 0.0
-    for k in range(BLOCK):
+    for k in range(GROUP):
         before[first + uint64(k)] = total
         total += sums[first + uint64(k)]
     sums[above] = total
-    last = first + _SEVEN
+    last = first + uint64(GROUP - 1)
     while last > first and not sums[last] > 0.0:
         before[last] = np.inf
         last -= _ONE
@@ -82,7 +79,7 @@ def _set_group(sums, before, first, above):
 @inlined
 def _smallest_of(minima, first):
     smallest = np.inf
-    for k in range(BLOCK):
+    for k in range(GROUP):
         smallest = min(smallest, minima[first + uint64(k)])
     return smallest
 
@@ -100,36 +97,36 @@ def _raise_minimum(starts, minima, node):
 
 
 @kernel
-def update(tree, index, td_error, rows, alpha, eps):
-    if not acceptable(index, td_error, rows):
+def update(tree, index, size, rows, alpha, eps):
+    """Implement :func:`rlbuf_td.kernels.sum_tree.update_` for the magnitudes ``size``, float32."""
+    if not acceptable(index, size, rows):
         return REFUSED
     at, (starts, magnitude, weight, sums, before, minima) = tree[0], _arrays(tree)
     second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])  # where the second level begins, in bytes
     for j in range(index.shape[0]):
         if index[j] >= 0:  # in a separate loop, so that the cache misses of all rows overlap
             for rows_at in (at.magnitude, at.weight):
-                touch(rows_at + 8 * index[j])
+                touch(rows_at + 4 * index[j])
             for nodes in (at.sums, at.before, at.minima):
-                touch(nodes + (index[j] & -8))
+                touch(nodes + 8 * (index[j] // BLOCK))
             for nodes in (at.sums, at.before):
-                touch(nodes + second + ((index[j] >> 3) & -8))
+                touch(nodes + second + 8 * (index[j] // (BLOCK * GROUP)))
     node = np.empty(index.shape[0], np.uint64)
-    largest = -1.0
+    largest = np.float32(-1.0)
     count = 0
     for j in range(index.shape[0]):
         if index[j] >= 0:
             row = uint64(index[j])
-            error = abs(np.float64(td_error[j]))
-            magnitude[row] = error
-            weight[row] = _weight(error, alpha, eps)
-            largest = max(largest, error)
-            node[count] = row >> _SHIFT
+            magnitude[row] = size[j]
+            weight[row] = _weight(size[j], alpha, eps)
+            largest = max(largest, size[j])
+            node[count] = row >> _ROWS
             count += 1
     for j in range(count):
         if _set_block(weight, sums, minima, node[j]):
             _raise_minimum(starts, minima, node[j])
     _sum_upwards(starts, sums, before, node, count)
-    return largest
+    return np.float64(largest)
 
 
 @inlined
@@ -157,7 +154,7 @@ def fill(tree, start, count, value, alpha, eps):
 @kernel
 def repair_range(tree, start, count):
     """Recompute the blocks that hold the ``count`` rows from row ``start`` on, and all nodes above these blocks."""
-    first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
+    first, last = uint64(start) >> _ROWS, uint64(start + count - 1) >> _ROWS
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
         _set_block(weight, sums, minima, uint64(block))
@@ -175,37 +172,26 @@ def _descend(arrays, mass, node):
     for level in range(starts.shape[0] - 2, -1, -1):
         start, below = starts[level], address_of(arrays.weight)
         if level:
-            below = np.int64(starts[level - 1] << _THREE) + address_of(before)
+            below = 8 * np.int64(starts[level - 1]) + address_of(before)
         for j in range(node.shape[0]):
             first = start + (node[j] << _SHIFT)
             member = uint64(0)
-            for i in range(1, BLOCK):
+            for i in range(1, GROUP):
                 member += uint64(mass[j] >= before[first + uint64(i)])
             mass[j] -= before[first + member]
             node[j] = (node[j] << _SHIFT) | member
-            prefetch(below + np.int64(node[j]) * 64)
+            prefetch(below + 64 * np.int64(node[j]))  # a block or a group
 
 
 @inlined
 def _draw_in_blocks(weight, mass, node):
     """Replace each block in ``node`` by the first of its rows at which the cumulative weight exceeds ``mass``."""
     for j in range(node.shape[0]):
-        row = node[j] << _SHIFT
-        four = row | _FOUR
-        left = (weight[row] + weight[row | _ONE]) + (weight[row | _TWO] + weight[row | _THREE])
-        total = (weight[four] + weight[four | _ONE]) + (weight[four | _TWO] + weight[four | _THREE])
-        right = (mass[j] >= left) & (total > 0.0)
-        mass[j] -= left * right
-        node[j] = row | (uint64(right) << _TWO)
-    for j in range(node.shape[0]):
-        row = node[j]
-        left = weight[row] + weight[row | _ONE]
-        right = (mass[j] >= left) & (weight[row | _TWO] + weight[row | _THREE] > 0.0)
-        mass[j] -= left * right
-        node[j] = row | (uint64(right) << _ONE)
-    for j in range(node.shape[0]):
-        row = node[j]
-        node[j] = row | uint64((mass[j] >= weight[row]) & (weight[row | _ONE] > 0.0))
+        row = node[j] << _ROWS
+        row += min(count_sums(address_of(weight) + 4 * np.int64(row), mass[j]), uint64(BLOCK - 1))
+        while not weight[row] > 0.0:  # rounding may lead past the last positive weight of the block
+            row -= _ONE
+        node[j] = row
 
 
 @kernel
