@@ -108,8 +108,8 @@ class RankSampler(Prioritized):
 
     Raises: the errors of :class:`ProportionalSampler`. Rows with a TD error of 0 can be drawn, too.
 
-    Cost: O(B log N + N / 96) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 3 updated rows;
-    O(1) to change alpha; 15 to 27 bytes per row. On a GPU: O(B) to draw and 20 bytes per row; the first draw after a
+    Cost: O(B log N + N / 96) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 6 updated rows;
+    O(1) to change alpha; 15 to 20 bytes per row. On a GPU: O(B) to draw and 20 bytes per row; the first draw after a
     write or an update of priorities also sorts all rows.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. In the paper, rows
     are sorted only from time to time, and segments are rounded to whole ranks. TorchRL has no such sampler.
@@ -194,7 +194,7 @@ class RankSampler(Prioritized):
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)
-            26581272
+            20401432
         """
         return rank_order.order_bytes(capacity, torch.device(device))
 

@@ -182,7 +182,7 @@ class SortedOrder:
 #     keys           10 20     30 40 50 60   70 80
 #
 # A full chunk is split; chunks are never merged. When no unused chunk is left, all keys move to chunks that are three
-# quarters full. This takes O(N), and happens at most once per N / 3 changed rows.
+# quarters full. This takes O(N), and happens at most once per N / 6 changed rows.
 #
 # Invariants: first[0] is 0. Behind the last position, `first` and `before` are NO_KEY, which a search never selects.
 # tests/kernels/invariants.py checks them.
@@ -199,7 +199,7 @@ ORDER = np.dtype([(name, np.int64) for name in ("rows", "chunks", "positions", *
 
 def _allocate(capacity: int, device: str = "cpu") -> dict[str, Tensor]:
     """Return the tensors of an empty ChunkedOrder. Pages that are never written take no physical memory."""
-    chunks = capacity // 47 + 8
+    chunks = capacity // 64 + 8
     positions = 1 << chunks.bit_length()  # more than chunks: a search reads up to the next power of 2
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "head": (torch.int64, (3,)),
@@ -224,8 +224,8 @@ class ChunkedOrder:
     """Rows that every update keeps sorted by magnitude ``|td_error|``, with the methods of :class:`SortedOrder`.
 
     Cost: a draw takes O(B log N), and O(N / 96) if rows have changed since the last one. An update takes
-    O(B (128 + log N)). At most once per N / 3 changed rows, an update also rearranges all rows, in O(N). The memory is
-    15 to 27 bytes per row.
+    O(B (128 + log N)). At most once per N / 6 changed rows, an update also rearranges all rows, in O(N). The memory is
+    15 to 20 bytes per row.
     """
 
     refused = 0
