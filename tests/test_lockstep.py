@@ -744,7 +744,9 @@ class Machine:
 
     def check(self, looks: bool) -> None:
         model, rb = self.model, self.rb
-        rb.storage.ring.check()
+        rb.storage.check() if looks else rb.storage.ring.check()
+        if self.is_prioritized:
+            self.sampler.rule.check()
         m.assert_holds(rb, model, episodes=looks, extra=self.extra)
         if self.is_prioritized and len(model):
             law, rows = self.kind.law(model), model.rows()

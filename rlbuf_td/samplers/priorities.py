@@ -85,12 +85,12 @@ class PriorityRule(ABC):
         """Return the compiled function that updates priorities, such as ``kernels.batch.cpu.update_proportional``."""
 
     @abstractmethod
-    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """Set the magnitude, ``|td_error|``, of the rows ``start`` to ``start + count - 1``."""
-
-    @abstractmethod
     def refresh_weights(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
         """Recompute derived values, such as ``p ** alpha`` of each row, if alpha has changed or ``anew`` is True."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise an AssertionError unless the table is as its class states it."""
 
     @abstractmethod
     def restore_(self, magnitude: Tensor) -> None:
@@ -251,14 +251,6 @@ class Priorities:
         if not isinstance(initial, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
             initial = torch.full((), initial, dtype=torch.float64, device=self.device)
         self.assign(index, initial, storage, counts=False)
-
-    @untraced("see `assign`")
-    def enter_range(self, start: int, count: int, storage: Storage) -> None:
-        """Give the flat rows ``start`` to ``start + count - 1`` the magnitude of new rows."""
-        self.move_to(storage)
-        self.rule.refresh_weights()
-        self.rule.fill_(start, count, self.initial)
-        self.keep(slice(start, start + count), storage)
 
     def admit(self, storage: Storage) -> int:
         """Give stored rows without a priority the magnitude of new rows; return their number."""

@@ -77,14 +77,15 @@ class ProportionalRule(PriorityRule):
     def update_loop(self) -> Callable[..., Any]:
         return _update_loop()
 
-    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self.eps)
-
     def refresh_weights(self, anew: bool = False) -> None:
         settings = self.settings.values
         if anew or settings[ALPHA] != settings[WEIGHED]:
             settings[WEIGHED] = settings[ALPHA]  # first: if the process then dies, the repair uses the new alpha
             sum_tree.reweigh_(self.table, settings[WEIGHED], self.eps)
+
+    def check(self) -> None:
+        self.refresh_weights()
+        self.table.check(self.settings[ALPHA], self.eps)
 
     def restore_(self, magnitude: Tensor) -> None:
         self.settings[WEIGHED] = float("nan")  # the next use of weights recomputes them

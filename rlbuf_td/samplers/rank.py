@@ -77,14 +77,14 @@ class RankRule(PriorityRule):
     def update_loop(self) -> Callable[..., Any]:
         return _update_loop()
 
-    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        self.table.fill_(start, count, magnitude)
-
     def refresh_weights(self, anew: bool = False) -> None:
         if self.settings.values[ALPHA] != self.ranks.alpha:
             self.ranks = rank_order.rank_law(self.settings[ALPHA], self.table.magnitude.device)
         if anew:
             self.table.assign_(self.table.magnitude.clone())
+
+    def check(self) -> None:
+        self.table.check()
 
     def restore_(self, magnitude: Tensor) -> None:
         self.table.assign_(magnitude)

@@ -732,6 +732,15 @@ class PackedStorage(LazyTensorStorage):
             for each in listeners_of(self):
                 each.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
+    def check(self) -> None:
+        """Raise an AssertionError unless serials, episodes and deduplicated entries are as their classes state it."""
+        with self.lock:
+            self.ring.check()
+            if self.episodes is not None and self.in_time_order:
+                self.episodes.check()
+            if isinstance(self.rows, DedupRows):
+                self.rows.entries.check(self.ring.serials)
+
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
 

@@ -138,9 +138,9 @@ BREAKS = [
     ),
     Break(
         "new rows get alpha twice",
-        "samplers/priorities.py",
-        "self.rule.fill_(start, count, self.initial)",
-        "self.rule.fill_(start, count, self.initial ** self.settings[ALPHA])",
+        "kernels/batch/write_cpu.py",
+        "fill(tree, start, head, _entry(given), alpha, given.eps)",
+        "fill(tree, start, head, _entry(given), alpha * alpha, given.eps)",
         "tests/samplers/test_prioritized.py -k new_rows",
     ),
     Break(

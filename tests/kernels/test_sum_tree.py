@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.sum_tree import LARGEST, LARGEST_MAGNITUDE, SMALLEST, SumTree, tree_bytes
+from rlbuf_td.kernels.sum_tree import LARGEST, LARGEST_MAGNITUDE, SMALLEST, SumTree, cpu, tree_bytes
 from tests.backends import forced
-from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
 
@@ -55,7 +54,7 @@ def test_cpu_and_reference_agree_bit_for_bit_after_every_update(case, alpha, eps
         with forced("torch"):
             for other in (spec, scanned):
                 assert largest == float(sum_tree.update_(other, index, td_error, capacity, alpha, eps))
-        check_tree(tree, alpha, eps)
+        tree.check(alpha, eps)
         assert torch.equal(scanned.weight, spec.weight)
         for name, tensor in tree.tensors().items():
             torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
@@ -74,7 +73,7 @@ def test_filling_a_range_equals_updating_every_row_of_it(capacity, data):
     filled, updated = SumTree.empty(capacity), SumTree.empty(capacity)
     for tree in (filled, updated):
         sum_tree.update_(tree, torch.arange(capacity), torch.linspace(0, 2, capacity), capacity, 0.7, 1e-6)
-    sum_tree.fill_(filled, start, count, 3.0, 0.7, 1e-6)
+    cpu.fill(filled.addresses, start, count, np.float32(3.0), 0.7, 1e-6)
     index = torch.arange(start, start + count)
     sum_tree.update_(updated, index, torch.full((count,), 3.0), capacity, 0.7, 1e-6)
     for name, tensor in filled.tensors().items():
@@ -89,7 +88,7 @@ def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
         index = torch.randint(capacity, (256,), generator=generator)
         td_error = torch.rand(256, generator=generator).log_().mul_(-3).exp_()
         sum_tree.update_(tree, index, td_error, capacity, 0.6, 1e-6)
-    check_tree(tree, 0.6, 1e-6)
+    tree.check(0.6, 1e-6)
     counts = torch.zeros(capacity)
     draws = 4_000
     for _ in range(draws // 8):

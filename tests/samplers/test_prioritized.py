@@ -17,7 +17,6 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter, RingWriter
 from tests.catalogue import buffer_of
-from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
 both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
@@ -103,7 +102,7 @@ def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
         rb.sampler.alpha = alpha
         expected = law(td_error, float(alpha), rb.sampler.eps)
         torch.testing.assert_close(rb.sampler.probability(torch.arange(10)), expected)
-        check_tree(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
+        rb.sampler.tree.check(rb.sampler.alpha, rb.sampler.eps)
 
 
 def test_torchrls_schedulers_set_alpha_and_beta():
@@ -149,7 +148,7 @@ def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():
     rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
     assert rb.storage.max_size == 12
     assert rb.sample()["x"].shape == (4,)
-    check_tree(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
+    rb.sampler.tree.check(rb.sampler.alpha, rb.sampler.eps)
     other.load_state_dict(rb.state_dict())
     torch.testing.assert_close(other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12)))
 
@@ -174,7 +173,7 @@ def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
     # Even where theirs is float64, our weights are float32.
     torch.testing.assert_close(ours.probability(rows), law(td_error, alpha, 1e-3), rtol=rtol, atol=1e-9)
     if alpha:
-        check_tree(ours.tree, alpha, 1e-3)
+        ours.tree.check(alpha, 1e-3)
 
 
 def test_loss_adjusted_priorities_have_the_expected_gradient_of_the_prioritized_approximation_loss():

@@ -26,7 +26,6 @@ from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.sum_tree import SumTree
 from tests.catalogue import SAMPLERS
 from tests.catalogue import numbered_rows as data
-from tests.kernels.invariants import check_tree
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +141,7 @@ def learn(backend: str) -> tuple[ReplayBuffer, set[int]]:
         optimizer.step()
         losses.append(float(loss.detach()))
         seen |= set(index.tolist())
-    check_tree(sampler.tree, 0.6, eps)
+    sampler.tree.check(0.6, eps)
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
     return rb, seen
 

@@ -132,10 +132,6 @@ class SortedOrder:
         self.refused.add_(refused)
         return largest
 
-    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        self.magnitude[start : start + count] = magnitude
-        self._is_sorted = False
-
     def _refresh(self) -> None:
         if self._is_sorted:
             return
@@ -170,6 +166,9 @@ class SortedOrder:
         self._refresh()
         return self._count
 
+    def check(self) -> None:
+        """Do nothing: the order is made anew from the magnitudes."""
+
 
 # The memory of a ChunkedOrder: all keys in ascending order, in a list of chunks. A key combines the magnitude and the
 # row. A *chunk* c holds n <= WIDTH keys: keys[c, :n]. The *list* has a position p for each chunk in use:
@@ -185,7 +184,7 @@ class SortedOrder:
 # quarters full. This takes O(N), and happens at most once per N / 6 changed rows.
 #
 # Invariants: first[0] is 0. Behind the last position, `first` and `before` are NO_KEY, which a search never selects.
-# tests/kernels/invariants.py checks them.
+# :meth:`ChunkedOrder.check` checks them.
 WIDTH = 128
 ROOM = 96  # keys per chunk after a rearrangement
 ABSENT = -1082130432  # the bits of -1.0, which marks rows without a magnitude; all other magnitudes are at least 0
@@ -247,8 +246,7 @@ class ChunkedOrder:
         bits = self.tensors["bits"].numpy()
         rows = np.flatnonzero(bits >= 0)
         if len(rows) or self.count():
-            keys = (0x7FFFFFFF - bits[rows].astype(np.int64)) << 32 | rows  # as cpu.key_of
-            keys.sort()
+            keys = _keys_of(bits, rows)
             loop("rank_order.cpu", "arrange")(self.address, keys.ctypes.data, len(keys))
 
     def assign_(self, magnitude: Tensor) -> None:
@@ -263,14 +261,6 @@ class ChunkedOrder:
 
         with self.lock:
             return cpu.update(self.addresses, index.numpy(), magnitudes_of(td_error).numpy(), rows)
-
-    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        from rlbuf_td.kernels.rank_order import cpu
-
-        if count > 0:
-            bits = int(np.float32(magnitude).view(np.int32))
-            with self.lock:
-                cpu.fill(self.addresses, np.arange(start, start + count), bits)
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -296,6 +286,28 @@ class ChunkedOrder:
     def count(self) -> Tensor:
         return self.tensors["head"][ROWS]
 
+    def check(self) -> None:
+        """Raise an AssertionError unless chunks and positions are as described above."""
+        self.ranks_of(torch.empty(0, dtype=torch.int64))  # counts the keys before each chunk
+        head, bits, keys, first, chunk, size, before = (self.tensors[name].numpy() for name in _NAMES)
+        used, rows = int(head[USED]), np.flatnonzero(bits >= 0)
+        stored = np.concatenate([keys[c, :n] for c, n in zip(chunk[:used], size[:used], strict=True)])
+        ends = size[:used].cumsum()
+        bounds, begins = np.append(first[:used], NO_KEY), ends - size[:used]
+        position = np.repeat(np.arange(used), size[:used])
+        faults = {
+            "the number of rows": len(rows) != head[ROWS],
+            "the keys of rows, in order": not np.array_equal(stored, _keys_of(bits, rows)),
+            "the sizes of chunks": (size[:used] < 0).any() or (size[:used] > WIDTH).any(),
+            "the numbers of keys before each chunk": not np.array_equal(before[:used], begins),
+            "the places of chunks": sorted(chunk[:used]) != list(range(used)),
+            "ascending bounds from 0": bounds[0] != 0 or not (np.diff(bounds) > 0).all(),
+            "keys within bounds": not ((bounds[position] <= stored) & (stored < bounds[position + 1])).all(),
+            "positions that are never entered": not (np.append(first[used:], before[used:]) == NO_KEY).all(),
+        }
+        if found := [name for name, is_wrong in faults.items() if is_wrong]:
+            raise AssertionError(f"wrong in a rank order: {', '.join(found)}")
+
     def __getstate__(self) -> dict[str, Tensor | dict[str, Tensor]]:
         if get_spawning_popen() is not None and self.magnitude.is_shared():
             return {"tensors": self.tensors}
@@ -307,6 +319,11 @@ class ChunkedOrder:
             self._adopt(state["tensors"])
         else:
             self.__init__(state["magnitude"])
+
+
+def _keys_of(bits: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the keys of rows in ascending order; see ``cpu.key_of``."""
+    return np.sort((0x7FFFFFFF - bits[rows].astype(np.int64)) << 32 | rows)
 
 
 RankOrder: TypeAlias = SortedOrder | ChunkedOrder

@@ -10,7 +10,7 @@ A weight is computed in float64, and rounded. Probabilities are exact for the ro
 
 An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
 not accumulate. If the last members of a group have sum 0, their ``before`` is infinite. A draw therefore never returns
-a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
+a row of weight 0. :meth:`SumTree.check` says this of all nodes.
 
 Other devices have no nodes: they read a million weights in the time of a few kernel launches, so that a draw scans the
 weights of all rows, without host synchronisation.
@@ -135,6 +135,30 @@ class SumTree:
     def _starts(self) -> np.ndarray:
         return np.array(self.starts, np.int64)
 
+    def set_nodes_(self) -> None:
+        """Recompute all nodes from the weights, in torch; the compiled form is ``cpu.repair_range``."""
+        weight = self.weight.view(-1, BLOCK)
+        count = len(weight)
+        self.sums[:count] = weight.sum(1, dtype=torch.float64)
+        self.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
+        for start, above in pairwise(self.starts):
+            sums, count = self.sums[start:above].view(-1, GROUP), (above - start) // GROUP
+            total = sums.cumsum(1)
+            is_followed = sums.flip(1).cumsum(1).flip(1) > 0  # by a positive sum, its own included
+            self.before[start:above].view(-1, GROUP)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
+            self.sums[above : above + count] = total[:, -1]
+            self.minima[above : above + count] = self.minima[start:above].view(-1, GROUP).amin(1)
+
+    def check(self, alpha: float, eps: float) -> None:
+        """Raise an AssertionError unless the weights follow from the magnitudes, and the nodes from the weights."""
+        expected = weight_of(self.magnitude, alpha, eps)
+        torch.testing.assert_close(self.weight, expected, rtol=2.0**-23, atol=0.0)  # powers may round otherwise
+        if self.has_nodes:
+            again = SumTree(self.memory.clone(), self.rows)
+            again.set_nodes_()
+            for name in ("sums", "before", "minima"):
+                torch.testing.assert_close(getattr(again, name), getattr(self, name), rtol=1e-14, atol=0.0)
+
     def __getstate__(self) -> dict[str, Tensor | int]:
         return {"memory": self.memory, "rows": self.rows}  # without the addresses, which are invalid in a copy
 
@@ -225,37 +249,14 @@ def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha:
     return largest
 
 
-def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
-    """Set the magnitude of the ``count`` rows from row ``start`` on. O(count + log N)."""
-    if backend_of(tree.weight) == "numba":
-        from rlbuf_td.kernels.sum_tree import cpu
-
-        return cpu.fill(tree.addresses, start, count, np.float32(magnitude), float(alpha), float(eps))
-    part = slice(start, start + count)
-    tree.magnitude[part] = magnitude
-    tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
-    rebuild_(tree)
-
-
 def rebuild_(tree: SumTree) -> None:
     """Recompute all nodes of the tree, if it has nodes, from the weights. O(N)."""
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
-    if not tree.has_nodes:
-        return
-    weight = tree.weight.view(-1, BLOCK)
-    count = len(weight)
-    tree.sums[:count] = weight.sum(1, dtype=torch.float64)
-    tree.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
-    for start, above in pairwise(tree.starts):
-        sums, count = tree.sums[start:above].view(-1, GROUP), (above - start) // GROUP
-        total = sums.cumsum(1)
-        is_followed = sums.flip(1).cumsum(1).flip(1) > 0  # by a positive sum, its own included
-        tree.before[start:above].view(-1, GROUP)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
-        tree.sums[above : above + count] = total[:, -1]
-        tree.minima[above : above + count] = tree.minima[start:above].view(-1, GROUP).amin(1)
+    if tree.has_nodes:
+        tree.set_nodes_()
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
