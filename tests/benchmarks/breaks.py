@@ -137,10 +137,10 @@ BREAKS = [
         "tests/storages/test_lanes.py",
     ),
     Break(
-        "new rows get alpha twice",
+        "new rows get half the largest magnitude",
         "kernels/batch/write_cpu.py",
         "fill(tree, start, head, _entry(given), alpha, given.eps)",
-        "fill(tree, start, head, _entry(given), alpha * alpha, given.eps)",
+        "fill(tree, start, head, _entry(given) / 2, alpha, given.eps)",
         "tests/samplers/test_prioritized.py -k new_rows",
     ),
     Break(
