@@ -349,8 +349,9 @@ class Priorities:
 
     def load(self, alpha: float, beta: float, largest: float, magnitude: Tensor, capacity: int) -> None:
         """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
-        if capacity < self.capacity:
-            raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
+        if capacity < self.capacity or (self.is_shared and capacity > self.capacity):
+            own = f"{self.capacity}, and cannot grow in shared memory" if self.is_shared else str(self.capacity)
+            raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {own}")
         if not (largest == -1 or 0 <= largest < float("inf")):
             expected = "expected -1 or a finite number that is not negative"
             raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, {expected}")

@@ -129,6 +129,22 @@ def test_a_snapshot_can_be_loaded_into_the_sampler_that_it_aliases(cls, is_share
 
 
 @both
+def test_a_shared_sampler_refuses_the_state_of_a_larger_one_and_goes_on(cls):
+    rb = buffer(20, cls=cls)
+    every = torch.arange(20)
+    rb.update_priority(every, torch.linspace(0.5, 2.0, 20))
+    rb.sampler.share_memory_()
+    before, alpha = rb.sampler.probability(every), rb.sampler.alpha
+    for capacity in (21, 100):
+        with pytest.raises(ValueError, match="cannot grow in shared memory"):
+            rb.sampler.load_state_dict(cls(capacity, alpha=0.2).state_dict())
+        assert torch.equal(rb.sampler.probability(every), before)
+        assert (rb.sampler.alpha, rb.sampler.default_priority) == (alpha, 2.0)
+        with pytest.raises(IndexError, match="out of range"):
+            rb.sampler.update_priority(torch.tensor([20]), torch.ones(1))
+
+
+@both
 def test_errors_of_any_dtype_and_rows_in_every_form_are_taken(cls):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
         rb = buffer(5, lanes=3, cls=cls)
