@@ -340,7 +340,7 @@ class ReplayBufferMixture:
         Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            last = None if writer.previous is None else writer.previous.state().get("members")
+            last = None if writer.previous is None else writer.previous.encoded.get("members")
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)

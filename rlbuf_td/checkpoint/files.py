@@ -239,15 +239,16 @@ class Dump:
         try:
             self.text = data.decode()
             document = json.loads(self.text)
-            self._state, self.about = document["state"], document["about"]
-            if not isinstance(self._state, dict) or not isinstance(self.about, dict):
+            #: The state as it is in the manifest: no file of a tensor is read.
+            self.encoded, self.about = document["state"], document["about"]
+            if not isinstance(self.encoded, dict) or not isinstance(self.about, dict):
                 raise TypeError("a field has the wrong type")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 
     def state(self) -> State:
         """Return the state; the tensors of a buffer's rows are not read yet."""
-        return {key: self._decode(value, (key,)) for key, value in self._state.items()}
+        return {key: self._decode(value, (key,)) for key, value in self.encoded.items()}
 
     def _decode(self, value: object, path: tuple[str, ...]) -> Any:
         if isinstance(value, list):

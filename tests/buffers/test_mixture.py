@@ -297,6 +297,15 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
     assert len(list(tmp_path.glob("members-*"))) == 1
 
 
+def test_a_dump_replaces_one_that_lacks_a_file(tmp_path: Path):
+    mixed = mixture("uniform", "uniform", generator=torch.Generator().manual_seed(0))
+    mixed.dumps(tmp_path)
+    for file in (tmp_path / "mixture" / "data").iterdir():
+        file.unlink()
+    mixed.dumps(tmp_path)
+    mixed.loads(tmp_path)
+
+
 def numbered(first: int, count: int = 10, **kwargs: Any) -> ReplayBuffer:
     rb = ReplayBuffer(storage=PackedStorage(100), **kwargs)
     rb.extend(TensorDict({"number": torch.arange(first, first + count)}, [count]))
