@@ -1042,8 +1042,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if update_priority and parts.prioritized is not None:
                 td_error = self._errors_in(data, self._lead_dims(how, lanes), time_dim, parts.prioritized.reduction)
             if is_direct:
-                kinds: Any = {"single": how == "add", "lanes": lanes, "lanes_first": time_dim == 1}
-                index = storage.advance(data, writer.planned, record=record, **kinds)
+                index = storage.advance(
+                    data, writer.planned, single=how == "add", lanes=lanes, lanes_first=time_dim == 1, record=record
+                )
             else:
                 index = getattr(writer, how)(data) if lanes is None else writer.append(lanes, data)
             if how in parts.notices:

@@ -189,7 +189,17 @@ class Priorities:
                 return stale
             self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
             addresses = [*map(address_of, given)]
-        return stale + self._update(given, addresses, rows, storage, ring, counts)
+        count, rule = given[1].shape[0], self.rule
+        stamps = (addresses[2], given[2].shape[0] // count) if len(given) > 2 else (0, 1)  # all rows of windows
+        with rule.table.lock:
+            kinds = given[0].ndim > 1, given[1].dtype is torch.float64
+            places = self.record_at(storage, ring), addresses[0], addresses[1]
+            largest, gone = rule.update_loop()(*places, *stamps, *kinds, count, rows, counts)
+        if largest == REFUSED:
+            refuse_priorities(flat_rows(given[0], storage, self.device), given[1], rows)
+        if self.file is not None:
+            self.keep(flat_rows(given[0], storage, self.device), None if counts else storage)
+        return stale + gone
 
     @property
     def _is_compiled(self) -> bool:
@@ -218,23 +228,6 @@ class Priorities:
             storage.refuse_holes(index)
         given = index.contiguous(), td_error
         return (given if stamp is None else (*given, stamp)), stale
-
-    def _update(
-        self, given: Any, addresses: list[int], rows: int, storage: Storage | None, ring: Ring | None, counts: bool
-    ) -> int:
-        """Update with compiled code; ``given``: the index, TD errors and, optionally, a multiple of B stamps."""
-        (index, td_error, *_), rule = given, self.rule
-        count, has_stamps = td_error.shape[0], len(given) > 2
-        stamps = (addresses[2], given[2].shape[0] // count) if has_stamps else (0, 1)
-        with rule.table.lock:
-            kinds = index.ndim > 1, td_error.dtype is torch.float64
-            places = self.record_at(storage, ring), addresses[0], addresses[1]
-            largest, stale = rule.update_loop()(*places, *stamps, *kinds, count, rows, counts)
-        if largest == REFUSED:
-            refuse_priorities(flat_rows(index, storage, self.device), td_error, rows)
-        if self.file is not None:
-            self.keep(flat_rows(index, storage, self.device), None if counts else storage)
-        return stale
 
     def _update_with_torch(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> None:
         largest = self.rule.update_(flat, self.rule.floored(td_error), rows)

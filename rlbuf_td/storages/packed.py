@@ -607,7 +607,7 @@ class PackedStorage(LazyTensorStorage):
             if not count:
                 raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
-            if plan is None or not plan.holds():
+            if plan is None or plan.changes != plan.listeners.changes:
                 plan = self._plan_writes(data, single, lanes, lanes_first)
             own = plan.rows.lanes
             if lanes is not None:

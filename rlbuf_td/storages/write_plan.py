@@ -49,12 +49,8 @@ class WritePlan(ABC):
     def __init__(self, storage: PackedStorage) -> None:
         self.rows, self.ring = storage.all_rows(), storage.ring
         self.listeners = listeners_of(storage)
-        self.listening = self.listeners.changes
+        self.changes = self.listeners.changes  # another number: make another plan
         self.others: Iterable[Any] = self.listeners  # those that are told after the rows have been published
-
-    def holds(self) -> bool:
-        """Whether the listeners are those for which the plan was made."""
-        return self.listeners.changes == self.listening
 
     @abstractmethod
     def write(
