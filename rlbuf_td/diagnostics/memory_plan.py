@@ -172,7 +172,7 @@ def plan(
         >>> needed.keys, needed.row_bytes
         ({"'pixels'": 12288000, "'action'": 24000}, 12352)
         >>> needed.rows, needed.priorities, needed.fits
-        (12352000, 19840, True)
+        (12352000, 9984, True)
     """
     dedup = None
     # `isinstance` would read `source.__class__`, which hangs for a SerialEnv that has not started.
