@@ -1311,6 +1311,7 @@ class PackedStorage(LazyTensorStorage):
                 return None
             if content.get("reserved", False) and self.rows is not None:
                 return None
+            RowClass.refuse_state(content.get("row_class"))
             saved, (tail, written, _) = SavedRows(self, content, folder), content["ring"]["head"]
             own, steps = saved.capacity, saved.steps
             moves = (tail % steps > 0) | (written - tail == steps) | (written - tail > own)

@@ -48,6 +48,15 @@ class RowClass(NamedTuple):
     def state(self) -> list[Any]:
         return [[[*path], cls.__module__, cls.__qualname__] for path, cls in self.places]
 
+    @staticmethod
+    def refuse_state(state: object) -> None:
+        """Raise a ValueError unless ``state`` is None, or has the form of a :meth:`state`."""
+        for place in () if state is None else state if isinstance(state, list) else [state]:
+            is_place = isinstance(place, list) and [*map(type, place)] == [list, str, str]
+            if not is_place or not all(type(name) is str for name in place[0]):
+                expected = "a path, a module and a name per level"
+                raise ValueError(f"the saved class of rows is {state!r}, expected {expected}")
+
     @classmethod
     def of_state(cls, state: list[Any] | None) -> RowClass | None:
         """Return the class that :meth:`state` describes, or None, with a warning, if its module is not imported."""

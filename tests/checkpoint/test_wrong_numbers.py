@@ -152,6 +152,15 @@ def test_a_wrong_number_is_refused_and_changes_nothing(name):
     assert flat(rb.storage.state_dict()["rows"]) == flat(state["_storage"]["rows"])
 
 
+@pytest.mark.parametrize("wrong", [True, "x", [["x"]], [[[1], "x", "y"]], [[["x"], "y"]]])
+def test_a_wrong_class_of_rows_is_refused_and_changes_nothing(wrong: object) -> None:
+    rb, state = make("uniform"), make("uniform", count=20).state_dict()
+    before, state["_storage"]["row_class"] = rb[:].clone(), wrong
+    with pytest.raises(ValueError, match="the saved class of rows"):
+        rb.load_state_dict(state)
+    assert (rb[:] == before).all()
+
+
 def test_wrong_entries_of_deduplicated_rows_are_refused():
     state, rb = (make("uniform", share_next=True, count=count).storage for count in (30, 20))
     state, before = state.state_dict(), flat(rb.state_dict())
