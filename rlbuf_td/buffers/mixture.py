@@ -312,11 +312,11 @@ class ReplayBufferMixture:
 
     def _restore_own(self, state: State) -> None:
         """Restore the shares, ``exact`` and ``generator``; an error is raised before any change."""
-        rng = state["generator"]
+        rng, exact = state["generator"], bool(state["exact"])
         if self._rng is not None and rng is not None:
             torch.Generator(self._rng.device).set_state(rng)  # raises an error if it is no state
         self.sampler.load_state_dict(state["shares"])
-        self.exact = bool(state["exact"])
+        self.exact = exact
         if self._rng is not None and rng is not None:
             self._rng.set_state(rng)
 

@@ -487,7 +487,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return require_packed(made, f"a {type(self).__name__}", _THEIRS)
 
     def _begin(self) -> Parts:
-        """Connect the components; if they are refused, other buffers over the storage go on without this one."""
+        """Connect the components; if they are refused, other buffers over the storage go on without this one.
+
+        The storage must know this buffer before priorities are connected, and priorities before they are shared.
+        """
         self._storage.attach(self)
         try:
             if self._storage.reopened:

@@ -232,9 +232,9 @@ class RolloutBuffer(ReplayBuffer):
         if not isinstance(sampler, MinibatchSampler):
             yield from super().__iter__()
             return
-        more = sampler.begin_pass()
+        has_rows = sampler.begin_pass()  # before the first draw; not after a load at the end of the last epoch
         try:
-            if more or (self.prefetcher is not None and self.prefetcher.has_batches):
+            if has_rows or (self.prefetcher is not None and self.prefetcher.has_batches):
                 yield from super().__iter__()
         finally:
             sampler.end_pass()

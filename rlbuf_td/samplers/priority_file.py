@@ -14,6 +14,7 @@ from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.memory import HEADER, PRIORITY_FILE, SharedFile
 from rlbuf_td.storages.numbers import SharedNumbers
 
+_CELLS = 2  # the place of the number of rows, behind:
 _KIND = int.from_bytes(b"rlbuf_pr", "little"), 1  # the file's first numbers: what it is, and its version
 
 
@@ -56,10 +57,12 @@ class PriorityFile:
     def grow(self, cells: int) -> None:
         """Make room for more rows; their priorities follow with the write that needs the room."""
         first, self.cells = self.cells, cells
-        self.file.reserve(-HEADER, HEADER + 8 * cells)
+        size = HEADER + 8 * cells
+        os.ftruncate(self.file.descriptor, size)
+        self.file.reserve(-HEADER, size)  # from the beginning of the file on
         self._view()
         self.magnitude[first:] = -1.0
-        self.numbers[2] = cells
+        self.numbers[_CELLS] = cells  # last: a process that dies earlier leaves a file of another size, which is new
 
     def found(self, storage: PackedStorage) -> tuple[Tensor, float]:
         """Return the magnitudes that earlier processes have left, -1 for rows written since, and the largest so far."""

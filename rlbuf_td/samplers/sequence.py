@@ -440,16 +440,26 @@ class SequenceSampler(SamplerWrapper):
             flat = flat_rows(index, storage, device_of(storage))
             if flat.numel() == priority.numel() and flat.numel() % self.window == 0:
                 rows = flat.view(-1, self.window)
-                lanes, cells = storage.shape[1:].numel() if storage.ndim > 1 else 1, len(storage)
-                step = (rows[:, 1:] - rows[:, :-1]) % cells
-                if backend_of(flat) != "numba" or bool(((step == 0) | (step == lanes % cells)).all()):
-                    learned = torch.ones_like(rows, dtype=torch.bool)
-                    learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
-                    learned[:, : self.burn_in].fill_(False)
-                    learned = learned.view(-1)
+                learned = self._learned(rows, storage)
+                if learned is not None:
                     index = rows[:, self.burn_in]
-                    priority = self._reduced(priority.reshape(-1), learned, torch.zeros_like(learned))
+                    priority = self._reduced(priority.reshape(-1), learned.view(-1), torch.zeros_like(learned.view(-1)))
         super().update_priority(index, priority, storage=storage)
+
+    def _learned(self, rows: Tensor, storage: Storage) -> Tensor | None:
+        """Return which rows of windows ``[B, L]`` are neither burn-in nor padding; None if these are no windows.
+
+        A window's rows follow each other in one lane, and its padding repeats the last one. On other devices than the
+        CPU, rows are taken for windows: a check would wait for the device.
+        """
+        lanes, cells = storage.shape[1:].numel() if storage.ndim > 1 else 1, len(storage)
+        step = (rows[:, 1:] - rows[:, :-1]) % cells
+        if backend_of(rows) == "numba" and not bool(((step == 0) | (step == lanes % cells)).all()):
+            return None
+        learned = torch.ones_like(rows, dtype=torch.bool)
+        learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
+        learned[:, : self.burn_in].fill_(False)
+        return learned
 
     def load_state_dict(self, state_dict: State) -> None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""

@@ -53,7 +53,8 @@ class RowLayout:
     Args:
         data: an example, whose first ``lead_dims`` dims number the rows.
 
-    Large leaves begin at a cache line.
+    Large leaves begin at a cache line. A saved layout names keys, dtypes and shapes alone, and where leaves lie follows
+    from them: another order or padding here needs another version of dumps.
     """
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:

@@ -44,26 +44,10 @@ class SavedRows:
     def __init__(self, storage: PackedStorage, content: State, folder: Path | None) -> None:
         self.storage, self.matrix, self.entries = storage, content["rows"], content.get("entries", [])
         self.layout = layout = RowLayout.from_state(content["layout"])
-        lead, ring, rows = self.matrix.shape[:-1], content["ring"], storage.rows
-        self.lanes = lanes = lead[1:]
-        storage.refuse_layout(layout)
-        may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
-        if rows is not None and layout != rows.layout and not may_get_more:
-            raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
-        if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
-            own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"
-            remedy = "copy lane after lane into other lanes, rb.extend(old.lane(e).chronological(), lanes=e)"
-            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}: {remedy}")
-        if content["_len"] != lead.numel():
-            raise ValueError(f"the saved length is {content['_len']!r}, expected that of the rows, {lead.numel()}")
-        refuse_ring(ring, lead)
-        refuse_episodes(content.get("episodes"), lanes.numel(), lead[0])
-        self.dedup = saved_dedup(layout, content)
-        stored = layout if self.dedup is None else self.dedup.stored
-        found = self.matrix.dtype, self.matrix.shape[-1] * self.matrix.dtype.itemsize
-        if found != (stored.carrier, stored.row_bytes):
-            raise SchemaError(f"the saved rows are {found[0]}, {found[1]} bytes each, expected {stored.row_bytes}")
-        self.steps, self.capacity = ring["steps"], storage.steps_for(lanes)
+        self.lanes, self.dedup = self.matrix.shape[1:-1], saved_dedup(layout, content)
+        self._refuse_others(content)
+        ring, rows = content["ring"], storage.rows
+        self.steps, self.capacity = ring["steps"], storage.steps_for(self.lanes)
         self.fits = self.steps == self.capacity
         self.is_new = rows is None or rows.layout != layout
         own_dedup = storage.dedup_for(layout, self.dedup) if self.is_new else storage.dedup
@@ -85,6 +69,27 @@ class SavedRows:
             self.matrix = self.matrix if isinstance(self.matrix, torch.Tensor) else self.matrix.read()
             refuse_foreign(self.dedup, self.matrix, self.entries, ring)
         self.content = content | {"rows": self.matrix}
+
+    def _refuse_others(self, content: State) -> None:
+        """Raise an error for rows that do not fit the storage, and for numbers that do not fit the rows."""
+        storage, layout, lanes, lead = self.storage, self.layout, self.lanes, self.matrix.shape[:-1]
+        rows = storage.rows
+        storage.refuse_layout(layout)
+        may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
+        if rows is not None and layout != rows.layout and not may_get_more:
+            raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
+        if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
+            own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"
+            remedy = "copy lane after lane into other lanes, rb.extend(old.lane(e).chronological(), lanes=e)"
+            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}: {remedy}")
+        if content["_len"] != lead.numel():
+            raise ValueError(f"the saved length is {content['_len']!r}, expected that of the rows, {lead.numel()}")
+        refuse_ring(content["ring"], lead)
+        refuse_episodes(content.get("episodes"), lanes.numel(), lead[0])
+        stored = layout if self.dedup is None else self.dedup.stored
+        found = self.matrix.dtype, self.matrix.shape[-1] * self.matrix.dtype.itemsize
+        if found != (stored.carrier, stored.row_bytes):
+            raise SchemaError(f"the saved rows are {found[0]}, {found[1]} bytes each, expected {stored.row_bytes}")
 
     def read(self) -> Rows | PackedStorage | None:
         """Read the rows into new memory, or into another storage; return None if :meth:`put` reads them."""

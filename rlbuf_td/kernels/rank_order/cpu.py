@@ -351,7 +351,7 @@ def _split(chunks, position, key, count):
     """Move the upper keys of a full chunk to a new chunk, to make room for the keys ``key, key + 1, ...``.
 
     Half of the keys move. If ``key`` is at an end of the chunk, or the run is long, the keys from ``key`` on move: this
-    leaves full chunks behind.
+    leaves full chunks behind. There must be an unused chunk, and the caller lets ``before`` be counted again.
     """
     below = _count_below(chunks, position, key)
     cut = _HALF if 0 < below < WIDTH and count < _HALF else below
@@ -362,7 +362,7 @@ def _split(chunks, position, key, count):
     chunks.chunk[later] = new
     move_bytes(_key_address(chunks, later, 0), _key_address(chunks, position, cut), 8 * (WIDTH - cut))
     highest = chunks.keys[chunks.chunk[position], WIDTH - 1]
-    chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1
+    chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1  # the new chunk may be empty
     chunks.size[position], chunks.size[later] = cut, WIDTH - cut
     chunks.head[USED] += 1
 
