@@ -1525,8 +1525,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
         If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
-        changed since the previous dump is not written again. The folder holds JSON and the bytes of tensors. TorchRL's
-        buffers cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
+        changed since the previous dump is neither written nor read again: if the disk has damaged it meanwhile, a load
+        refuses the new dump, too. The folder holds JSON and the bytes of tensors. TorchRL's buffers cannot load a dump;
+        ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
         Args:
             path: the folder, created if missing. Other files in the folder are kept.

@@ -116,7 +116,7 @@ def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
     for cls in type(part).__mro__:
         bind = vars(cls).get(name)
         if bind is not None:
-            return None if bind.implements & overridden else getattr(part, name)
+            return None if getattr(bind, "implements", frozenset()) & overridden else getattr(part, name)
         overridden |= vars(cls).keys()
     return None
 

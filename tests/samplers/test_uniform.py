@@ -223,3 +223,13 @@ def test_cells_without_rows_have_no_probability() -> None:
     rb.extend(TensorDict({"x": torch.arange(3)}, [3]), lanes=torch.tensor([0, 0, 1]))
     found = rb.sampler.probability(torch.arange(4), storage=rb.storage)
     assert found.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
+
+
+def test_a_subclass_may_draw_into_given_memory() -> None:
+    class Newest(UniformSampler):
+        def draw_into(self, storage: Any, live: Any, flat: torch.Tensor, report: Any, scratch: torch.Tensor) -> None:
+            flat.fill_(live[0] - 1)
+
+    rb = ReplayBuffer(storage=PackedStorage(5), sampler=Newest(), batch_size=3)
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    assert rb.sample()["x"].tolist() == [3, 3, 3]
