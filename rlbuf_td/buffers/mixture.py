@@ -22,7 +22,7 @@ from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, norma
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, untraced
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
 from rlbuf_td.samplers.common import OwnSignature, StatefulSampler, refuse_errors, refuse_priorities, stored_names
@@ -198,6 +198,7 @@ class ReplayBufferMixture:
         ends = [*(int(bound + offset) for bound in bounds), batch_size]
         return [end - begin for begin, end in pairwise([0, *ends])]
 
+    @untraced("draws depend on numbers that no graph knows")
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """Return a batch in fresh memory, ``[B]``.
 

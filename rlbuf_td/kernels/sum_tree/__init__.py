@@ -46,7 +46,9 @@ REFUSED = -2.0
 
 
 class SumTree:
-    """A sum tree for ``rows`` rows, a multiple of 16, in ``memory``. Only trees for compiled loops have nodes.
+    """A sum tree for ``rows`` rows, a multiple of 16. Only trees for compiled loops have nodes.
+
+    Its numbers lie in two blocks, because ``torch.compile`` takes no views of several dtypes of one block.
 
     Attributes:
         magnitude: ``[rows]`` float32, ``|td_error|`` of each row, -1 if not set.
@@ -59,28 +61,28 @@ class SumTree:
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
-    def __init__(self, memory: Tensor, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, leaves: Tensor, nodes: Tensor) -> None:
+        self.rows = len(leaves) // 2
         self.lock = Lock()  # held around loops, which release the GIL
         with outside_inference_mode():
-            self.refused = torch.zeros((), dtype=torch.int64, device=memory.device)
-        self._adopt(memory)
+            self.refused = torch.zeros((), dtype=torch.int64, device=leaves.device)
+        self._adopt(leaves, nodes)
 
-    def _adopt(self, memory: Tensor) -> None:
-        leaves, nodes = memory.split([2 * self.rows, len(memory) - 2 * self.rows])
+    def _adopt(self, leaves: Tensor, nodes: Tensor) -> None:
         self.magnitude, self.weight = leaves.chunk(2)
-        self.sums, self.before, self.minima = nodes.view(torch.float64).chunk(3)
-        self.memory = memory
-        self._record: tuple[int, int, np.ndarray] = 0, 0, np.empty(0)
+        self.sums, self.before, self.minima = nodes.chunk(3)
+        self.leaves, self.nodes = leaves, nodes
+        self._record: tuple[int, int, int, np.ndarray] = 0, 0, 0, np.empty(0)
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
         """Return a tree for ``capacity`` rows, all without a priority."""
         rows, nodes = _sizes(capacity, uses_numba(torch.device(device)))
         with outside_inference_mode():
-            memory = torch.empty(2 * rows + 6 * nodes, dtype=torch.float32, device=device)
-        advise_huge_pages(memory)
-        tree = cls(memory, rows)
+            leaves = torch.empty(2 * rows, dtype=torch.float32, device=device)
+            tree = cls(leaves, torch.empty(3 * nodes, dtype=torch.float64, device=device))
+        for block in (tree.leaves, tree.nodes):
+            advise_huge_pages(block)
         tree.magnitude.fill_(-1.0)
         tree.weight.zero_()
         tree.sums.zero_()
@@ -112,24 +114,24 @@ class SumTree:
         return {name: getattr(self, name) for name in self.NAMES}
 
     def share_memory_(self) -> None:
-        self._adopt(self.memory.clone().share_memory_())
+        self._adopt(self.leaves.clone().share_memory_(), self.nodes.clone().share_memory_())
 
     @property
     def address(self) -> int:
         """The address of a :data:`TREE` record, which is the same as long as the memory has not moved."""
-        place = self.memory.data_ptr()
-        if self._record[0] != place:
+        leaves, nodes = self.leaves.data_ptr(), self.nodes.data_ptr()
+        if self._record[0] != leaves or self._record[1] != nodes:
             tensors = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
             sizes = {"levels": len(self._starts), "rows": self.rows, "nodes": len(self.sums)}
             record = record_of(TREE, **sizes, **tensors, starts=self._starts.ctypes.data)
-            self._record = place, record.ctypes.data, record  # at once: an interrupt may come
-        return self._record[1]
+            self._record = leaves, nodes, record.ctypes.data, record  # at once: an interrupt may come
+        return self._record[2]
 
     @property
     def addresses(self) -> np.ndarray:
         """The record at :attr:`address`, ``[1]``."""
         self.address  # noqa: B018  # made anew if the memory has moved
-        return self._record[2]
+        return self._record[3]
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -154,13 +156,13 @@ class SumTree:
         expected = weight_of(self.magnitude, alpha, eps)
         torch.testing.assert_close(self.weight, expected, rtol=2.0**-23, atol=0.0)  # powers may round otherwise
         if self.has_nodes:
-            again = SumTree(self.memory.clone(), self.rows)
+            again = SumTree(self.leaves, self.nodes.clone())
             again.set_nodes_()
             for name in ("sums", "before", "minima"):
                 torch.testing.assert_close(getattr(again, name), getattr(self, name), rtol=1e-14, atol=0.0)
 
-    def __getstate__(self) -> dict[str, Tensor | int]:
-        return {"memory": self.memory, "rows": self.rows}  # without the addresses, which are invalid in a copy
+    def __getstate__(self) -> dict[str, Tensor]:
+        return {"leaves": self.leaves, "nodes": self.nodes}  # without the addresses, which are invalid in a copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
