@@ -105,3 +105,13 @@ def test_a_tree_takes_less_than_ten_bytes_a_row():
         assert tree_bytes(capacity, torch.device("cpu")) < 10 * capacity
     for tree, device in ((SumTree.empty(1_000), "cpu"), (flat(1_000), "cuda")):
         assert sum(tensor.nbytes for tensor in tree.tensors().values()) == tree_bytes(1_000, torch.device(device))
+
+
+def test_a_draw_stays_in_its_block_if_the_weights_have_been_changed_behind_its_back():
+    tree = SumTree.empty(100)
+    sum_tree.update_(tree, torch.arange(100), torch.ones(100), 100, 1.0, 0.0)
+    tree.weight.zero_()
+    drawn = sum_tree.draw(tree, torch.rand(50, dtype=torch.float64), False, 100, 0.4, None)
+    assert drawn is not None
+    assert (drawn[0] % 16 == 0).all()
+    assert 0 <= int(drawn[0].min()) <= int(drawn[0].max()) < 112

@@ -187,9 +187,9 @@ def _descend(arrays, mass, node):
 def _draw_in_blocks(weight, mass, node):
     """Replace each block in ``node`` by the first of its rows at which the cumulative weight exceeds ``mass``."""
     for j in range(node.shape[0]):
-        row = node[j] << _ROWS
-        row += min(count_sums(address_of(weight) + 4 * np.int64(row), mass[j]), uint64(BLOCK - 1))
-        while not weight[row] > 0.0:  # rounding may lead past the last positive weight of the block
+        first = node[j] << _ROWS
+        row = first + min(count_sums(address_of(weight) + 4 * np.int64(first), mass[j]), uint64(BLOCK - 1))
+        while row > first and not weight[row] > 0.0:  # rounding may lead past the last positive weight of the block
             row -= _ONE
         node[j] = row
 
