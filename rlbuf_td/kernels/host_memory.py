@@ -19,6 +19,7 @@ from functools import cache, partial
 from operator import add, ge, is_, mul
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,6 +136,14 @@ def address_of(tensor: Tensor) -> int:
 def on_host(tensor: Tensor) -> Tensor:
     """Return a tensor as compiled code reads it: contiguous, on the CPU, neither conjugated nor negated lazily."""
     return Tensor.contiguous(tensor.as_subclass(Tensor).cpu().resolve_conj().resolve_neg())
+
+
+def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Return numbers as a tensor, on the CPU over the same memory; the host does not wait for a GPU.
+
+    CUDA's driver reads memory that is not page-locked before the call returns, so that the numbers may then change.
+    """
+    return torch.from_numpy(numbers).to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:

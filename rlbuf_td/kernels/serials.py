@@ -4,8 +4,9 @@
 #: rows are in time order; and two rows from `FOLLOWING` on, what the next row of each lane continues, see
 #: :mod:`rlbuf_td.kernels.episodes`.
 TAIL, WRITTEN, ORDERED, FOLLOWING = range(4)
-#: The first row, after those of the head, of the head after a write; and the row with ``written`` before the write.
-AFTER, BEFORE = 5, 10
+#: The first row, after those of the head, of the head after a write; the row with ``written`` before the write; and
+#: the row with the serials up to which episodes have been noted, where these are computed later (otherwise -1).
+AFTER, BEFORE, NOTED = 5, 10, 11
 #: The last words of the block: how often rows have changed; what a look-up of episodes must do before, see
 #: :mod:`rlbuf_td.storages.episodes`; how far a write has come; how often rows have been published or given up; and this
 #: number after the write.
@@ -17,4 +18,4 @@ IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
 
 def block_size(lanes: int) -> int:
     """Return how many numbers the block of a ring of ``lanes`` lanes has."""
-    return (BEFORE + 1) * lanes - REVISION
+    return (NOTED + 1) * lanes - REVISION

@@ -9,6 +9,7 @@ from rlbuf_td.kernels.serials import (
     BEFORE,
     DIRTY,
     NEXT_PUBLICATION,
+    NOTED,
     PUBLICATION,
     REVISION,
     TAIL,
@@ -26,7 +27,7 @@ def head_at(address, lanes):
 @inlined
 def block_at(address, lanes):
     """Return all numbers of a ring."""
-    return carray(pointer(address), (BEFORE + 1) * lanes - REVISION, np.int64)
+    return carray(pointer(address), (NOTED + 1) * lanes - REVISION, np.int64)
 
 
 @inlined

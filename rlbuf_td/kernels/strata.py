@@ -65,5 +65,5 @@ def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:
     if not step:
         return uniform * total
     first = (uniform[:1] * FIRST).to(torch.int64)
-    segment = (first + step * torch.arange(batch, device=uniform.device)) % batch
+    segment = (first + torch.arange(0, step * batch, step, device=uniform.device)) % batch
     return (segment + uniform) * (total / batch)

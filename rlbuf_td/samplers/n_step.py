@@ -120,21 +120,22 @@ class NStepSampler(SamplerWrapper):
         episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
         ahead = episodes.spans(flat).ahead
         window = storage.ring.cells_after(flat[:, None], step.minimum(ahead[:, None]))  # then the last row, repeated
-        end = torch.zeros_like(window, dtype=torch.bool)
         if not self.takes_goals:
-            total, taken = n_step_sums(rows.column_at(self.reward_key, window), end, ahead, self.gamma)
-            batch = rows.joined_at(flat, window.gather(1, taken[:, None] - 1)[:, 0])
+            reward, last = rows.column_at(self.reward_key, window), ahead.clamp(max=n - 1)
+            batch = rows.joined_at(flat, window[:, -1])
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
-            for key in episodes.flags:
+            last = ahead.clamp(max=n - 1)
+            for key in episodes.flags:  # the first step that now ends the episode
                 flags = leaf_of(steps, key)
-                end |= flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
+                is_end = flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
+                last = torch.where(is_end, step, n - 1).amin(1).minimum(last)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
-            total, taken = n_step_sums(reward, end, ahead, self.gamma)
-            set_entries_(batch, {"next": steps.get("next")[first * n + taken - 1]})
+            set_entries_(batch, {"next": steps.get("next")[first * n + last]})
+        total = n_step_sums(reward, last, self.gamma)
         leaf_of(batch, self.reward_key).copy_(total)
-        set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
+        set_entries_(batch, {"steps_to_next_obs": (last + 1).view(-1, *[1] * (total.ndim - 1))})
         return batch
 
     def _reward_of(self, storage: PackedStorage) -> Leaf:

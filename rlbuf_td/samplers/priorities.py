@@ -147,7 +147,7 @@ class Priorities:
         """The magnitude of new rows."""
         largest = self.largest
         if isinstance(largest, Tensor):
-            return torch.where(largest < 0, self.rule.first, largest)
+            return largest.masked_fill(largest < 0, self.rule.first)
         return self.rule.first if largest < 0 else largest
 
     def rows(self, index: object, storage: Storage | None) -> Tensor:
@@ -242,7 +242,7 @@ class Priorities:
     def enter(self, index: object, storage: Storage | None) -> None:
         initial = self.initial
         if not isinstance(initial, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
-            initial = torch.full((), initial, dtype=torch.float64, device=self.device)
+            initial = torch.full((), initial, dtype=torch.float32, device=self.device)
         self.assign(index, initial, storage, counts=False)
 
     def admit(self, storage: Storage) -> int:

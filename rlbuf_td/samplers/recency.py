@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.draws import recent_rows
+from rlbuf_td.kernels.host_memory import to_device
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -128,7 +129,7 @@ class RecencySampler(RowSampler):
         return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
     def _draw_by_lane(self, storage: PackedStorage, uniform: Tensor) -> Tensor:
-        span, mass = self._mass_by_lane(torch.from_numpy(storage.ring.count).to(uniform.device))
+        span, mass = self._mass_by_lane(to_device(storage.ring.count, uniform.device))
         end = mass.cumsum(0)
         place = torch.minimum(uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(())))
         lane = torch.searchsorted(end, place, right=True)
@@ -138,14 +139,14 @@ class RecencySampler(RowSampler):
         else:
             age = within * span[lane]
         age = torch.minimum(age.long(), span[lane] - 1)
-        written = torch.from_numpy(storage.ring.written).to(lane.device)
+        written = to_device(storage.ring.written, lane.device)
         return (written[lane] - 1 - age) % storage.ring.steps * len(span) + lane
 
     def probability(self, index: object, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
         if hasattr(storage, "ring"):
-            count, age = torch.from_numpy(storage.ring.count).to(flat.device), storage.ring.reach(flat)[1]
+            count, age = to_device(storage.ring.count, flat.device), storage.ring.reach(flat)[1]
         else:
             steps = len(storage) // lanes
             count = torch.full((lanes,), steps, device=flat.device)

@@ -1,7 +1,8 @@
 """The episodes of a storage's rows: their numbers, and the flags and ids that tell where episodes end.
 
-See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Every write of new rows is noted after their bytes are
-stored and before they are published (:meth:`Episodes.note`). Anything else that changes rows, and a write that did not
+See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Loops note a write of new rows after their bytes are
+stored and before they are published (:meth:`Episodes.note`); with torch, the next look-up notes all rows, and whoever
+removes rows or changes what follows them looks up before. Anything else that changes rows, and a write that did not
 end, makes the numbers :data:`STALE`: the next look-up builds them again from the rows.
 """
 
@@ -16,21 +17,8 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
-from rlbuf_td.kernels.episodes import (
-    BACK,
-    BACK_OF_NEXT,
-    EPISODES,
-    MOST,
-    STEPS,
-    Lanes,
-    Spans,
-    build_,
-    close_all_,
-    note_,
-    spans,
-    whole,
-)
-from rlbuf_td.kernels.host_memory import outside_inference_mode
+from rlbuf_td.kernels.episodes import BACK, BACK_OF_NEXT, EPISODES, MOST, STEPS, Lanes, Spans, note_, spans, whole
+from rlbuf_td.kernels.host_memory import outside_inference_mode, to_device
 from rlbuf_td.kernels.serials import EPISODES_DUE
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.keys import as_tuple
@@ -47,8 +35,8 @@ if TYPE_CHECKING:
 Key = tuple[str, ...]
 DONE_KEY: Key = ("next", "done")
 TRAJ_KEY: Key = ("collector", "traj_ids")
-#: What a look-up must do before: nothing; compute ``left``; build the numbers again; build them without those before.
-CURRENT, OPEN, STALE, NEW = range(4)
+#: What a look-up must do before: nothing; note new rows; build the numbers again; build them without those before.
+CURRENT, BEHIND, STALE, NEW = range(4)
 _MOST_ROWS = 1 << 16  # rows that suffice to judge how trajectories are stored
 _FEW_ROWS = 1_024  # among fewer rows, trajectories need not go on after a break
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
@@ -144,14 +132,19 @@ class Episodes:
         with outside_inference_mode():
             if numbers is None:
                 numbers = torch.empty(lanes, rows.steps, 2, dtype=torch.int32, device=device)  # no page is touched yet
-            #: What the next rows continue now, and after the write in progress; on the host, they lie with the ring.
-            self.following, self.following_after = (
-                torch.from_numpy(each).to(device) for each in (ring.following, ring.following_after)
-            )
+            #: What the next rows continue; on the host, it lies with the ring.
+            self.following = to_device(ring.following, device)
         self.numbers = numbers
         self.record: np.ndarray | None = self._describe() if uses_numba(device) else None
         #: The address of the record that loops read; 0 where torch takes their place.
         self.address: int = 0 if self.record is None else self.record.ctypes.data
+        noted, written = ring.noted, ring.written
+        if self.record is None:
+            noted[:] = np.where(noted < 0, written, noted)
+        elif noted[0] >= 0:  # a process without numba has left the rows
+            if (noted < written).any():
+                self.mark(NEW)
+            noted[:] = -1
 
     def _describe(self) -> np.ndarray:
         """Return the record that loops read."""
@@ -159,7 +152,7 @@ class Episodes:
         self._extents = rows.extents[[places[key] for key in self.flags], :2].copy()
         name, size = (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
         memory = {"numbers": self.numbers.data_ptr(), "following": self.following.data_ptr()}
-        memory |= {"following_after": self.following_after.data_ptr()}
+        memory |= {"following_after": self.ring.following_after.ctypes.data}
         memory |= {"flags": self._extents.ctypes.data}
         memory |= {"tail": self.ring.tail.ctypes.data, "written": self.ring.written.ctypes.data}
         row_bytes = rows.flat.stride(0) * rows.flat.element_size()
@@ -187,17 +180,14 @@ class Episodes:
         return self.numbers.nbytes + self.following.nbytes
 
     def _numbers(self) -> Lanes:
-        common, device = self.ring.common(), self.numbers.device
-        if common is not None:  # nothing is copied from the host
-            tail, written = (torch.full((self.lanes,), number, device=device) for number in common)
-        else:
-            tail, written = (torch.from_numpy(each).to(device) for each in (self.ring.tail, self.ring.written))
-        return Lanes(self.numbers, self.following, self.following_after, tail, written)
+        ring = self.ring
+        tail, written, noted = (to_device(each, self.numbers.device) for each in (ring.tail, ring.written, ring.noted))
+        return Lanes(self.numbers, self.following, tail, written, noted, int(ring.count.max()))
 
     # -- writes
 
     def note(self, lanes: np.ndarray, first: np.ndarray, counts: np.ndarray, skips: np.ndarray) -> None:
-        """Note new rows, whose bytes are stored; :meth:`Ring.publish` must follow, and then :meth:`published`.
+        """Note new rows, whose bytes are stored; :meth:`Ring.publish` must follow.
 
         Args:
             lanes: ``[n]`` int64, each lane once.
@@ -205,35 +195,37 @@ class Episodes:
             counts: ``[n]`` int64, the number of its new rows, at most T.
             skips: ``[n]`` bool, whether the rows just before ``first`` have never been stored.
         """
-        if self.record is not None:
-            rows = np.stack((lanes, first, counts, skips))
-            loop("episodes.cpu", "note_rows")(self.locate_rows(), len(lanes), rows.ctypes.data)
-            return
-        if not self.numbers.is_cpu:
-            self.following_after.copy_(self.following)
-        lane = lanes.repeat(counts)
-        serial = first.repeat(counts) + np.arange(len(lane)) - (counts.cumsum() - counts).repeat(counts)
-        cells = torch.from_numpy(serial % self.rows.steps * self.lanes + lane).to(self.numbers.device)
-        note_(self._numbers(), lane, serial, skips.repeat(counts), self._ended()[cells], self._names()[cells])
-        self.mark(OPEN)
+        if self.record is None:
+            return self.mark(BEHIND)
+        rows = np.stack((lanes, first, counts, skips))
+        loop("episodes.cpu", "note_rows")(self.locate_rows(), len(lanes), rows.ctypes.data)
 
-    def published(self) -> None:
-        """Take over what the next rows continue, where it does not lie with the ring."""
-        if not self.numbers.is_cpu:
-            self.following.copy_(self.following_after)
+    def prepare(self, lanes: np.ndarray, counts: np.ndarray) -> None:
+        """Note the rows of these lanes before ``counts`` new ones replace some of which nothing has been noted."""
+        ring = self.ring
+        if self.record is None and (ring.noted[lanes] < ring.written[lanes] + counts - ring.steps).any():
+            self.catch_up()
 
     def end(self, lane: int | slice = slice(None)) -> None:
         """Let the next row of a lane (default: of each) begin an episode: a break."""
         if self.ring.numbers[EPISODES_DUE] == NEW:
             self.refresh()
+        self.catch_up()
         self.following[BACK_OF_NEXT, lane] = -1
 
+    def catch_up(self) -> None:
+        """Note all rows, before some are removed, or before what follows them is changed."""
+        ring = self.ring
+        if ring.numbers[EPISODES_DUE] != NEW and ((ring.noted >= 0) & (ring.noted < ring.written)).any():
+            self.refresh()
+
     def mark(self, state: int) -> None:
-        """Let the next look-up do what :data:`OPEN`, :data:`STALE` or :data:`NEW` says."""
+        """Let the next look-up do what :data:`BEHIND`, :data:`STALE` or :data:`NEW` says."""
         self.ring.numbers[EPISODES_DUE] = max(self.ring.numbers[EPISODES_DUE], state)
 
     def lose_predecessors(self) -> None:
         """Note that rows of which nothing is known precede the next ones."""
+        self.catch_up()
         self.following[BACK_OF_NEXT] = MOST
 
     def saved(self, steps: int) -> State:
@@ -254,25 +246,32 @@ class Episodes:
         self.numbers[:, : back.shape[1], BACK] = back.to(self.numbers.device)
         self.following.copy_(following)
         self.following[BACK_OF_NEXT].clamp_(-1, MOST)
+        self._set_noted()
         self.ring.numbers[EPISODES_DUE] = STALE
 
+    def _set_noted(self) -> None:
+        if self.record is None:
+            self.ring.noted[:] = self.ring.written
+
     def _build(self, *, is_new: bool) -> None:
-        """Compute the numbers again from flags, ids and breaks: O(T * E).
+        """Compute the numbers from flags, ids and breaks: O(T * E).
 
         ``is_new``: the rows have no numbers yet. Episodes of the oldest rows are not whole if rows before are gone.
         """
         if is_new:
             self.numbers.zero_()
-            oldest = torch.from_numpy(self.ring.tail % self.rows.steps).to(self.numbers.device)
-            has_lost = torch.from_numpy(self.ring.tail > 0).to(self.numbers.device)
-            lanes = torch.arange(len(oldest), device=self.numbers.device)
-            self.numbers[lanes, oldest, BACK] = torch.where(has_lost, MOST, 0).int()
-            self.following[BACK_OF_NEXT] = torch.from_numpy(self.ring.written > self.ring.tail).long() - 1
+            ring, device = self.ring, self.numbers.device
+            oldest = to_device(ring.tail % self.rows.steps, device)
+            before = to_device(np.where(ring.tail > 0, MOST, 0).astype(np.int32), device)  # MOST: rows are gone
+            self.numbers[torch.arange(len(oldest), device=device), oldest, BACK] = before
+            self.following[BACK_OF_NEXT] = to_device(np.where(ring.written > ring.tail, 0, -1), device)
+            self._set_noted()
         if self.record is not None:
             loop("episodes.cpu", "build")(self.locate_rows())
-        else:
+        elif len(self.ring):
             shape = self.rows.steps, self.lanes
-            build_(self._numbers(), self._ended().view(shape), self._names().view(shape))
+            note_(self._numbers(), self._ended().view(shape), self._names().view(shape))
+            self._set_noted()
 
     def _ended(self) -> Tensor:
         """Return whether each row ends its episode, ``[T * E]`` bool."""
@@ -295,16 +294,13 @@ class Episodes:
         state = self.ring.numbers[EPISODES_DUE]
         if state == CURRENT:
             return
-        if state >= STALE:
-            self._build(is_new=state == NEW)
-        else:
-            close_all_(self._numbers())
+        self._build(is_new=state == NEW)
         self.ring.numbers[EPISODES_DUE] = CURRENT
 
     def spans(self, cells: Tensor) -> Spans:
         """Return how far the episode of each stored row reaches, ``[B]`` each; ``cells`` is contiguous int64."""
         if self.record is None:
-            return spans(self._numbers(), cells)
+            return spans(self.numbers, cells, *self.ring.ends_at(cells))
         count, integer, flag = len(cells), torch.int64, torch.bool
         found = Spans(*(torch.empty(count, dtype=dtype, device="cpu") for dtype in (integer, integer, flag, flag)))
         loop("episodes.cpu", "reach")(self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found))

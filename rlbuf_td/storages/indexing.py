@@ -88,7 +88,9 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 
 def moved(value: object, device: torch.device) -> torch.Tensor:
-    """Return a value as a tensor on a device."""
+    """Return a value as a tensor on a device; the host does not wait for the device if it is a number."""
+    if type(value) is int:
+        return torch.full((), value, dtype=torch.int64, device=device)
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     return value if value.device == device else value.to(device)
 

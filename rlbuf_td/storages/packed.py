@@ -23,7 +23,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler, untraced
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
-from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
+from rlbuf_td.kernels.serials import REVISION, WRITTEN
 from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
@@ -84,7 +84,7 @@ class PackedStorage(LazyTensorStorage):
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
-        device: device of the rows: ``"cpu"``, a CUDA device (not tried yet), or ``"auto"``, that of the first data.
+        device: device of the rows: ``"cpu"``, a CUDA device, or ``"auto"``, that of the first data.
         ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         lanes: E, with ``ndim=2``; by default, the first write of whole time steps, or :meth:`reserve`, tells it.
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
@@ -440,15 +440,16 @@ class PackedStorage(LazyTensorStorage):
         ``flat`` the anchors.
         """
         refuse_stamps(stamp, flat.shape[0])
-        ring, cells, step = self.ring, self.all_rows().cells, flat // self.ring.lanes
-        stamp = stamp.to(self.device, torch.int64)
+        ring, stamp = self.ring, stamp.to(self.device, torch.int64)
+        step = flat if ring.lanes == 1 else flat // ring.lanes
         if stamp.shape != flat.shape:  # those of the first rows tell those of the anchors: a window lies in one lane
             first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]
             stamp = first + (step - first) % ring.steps
-        stale = ring.is_stale(flat.clamp(0, cells - 1), stamp) & (flat >= 0) & (flat < cells)
-        stale &= ring.is_live(flat) | (stamp % ring.steps == step)  # other stamps: a wrong index
+        stale = ring.is_stale(flat, stamp) & (flat >= 0)
+        if flat.is_cpu:  # other stamps, and an index out of range, are errors that the caller raises
+            stale &= (ring.is_live(flat) | (stamp % ring.steps == step)) & (flat < self.all_rows().cells)
         count = stale.sum()
-        return torch.where(stale, -1, flat), int(count) if backend_of(flat) == "numba" else count
+        return flat.masked_fill(stale, -1), int(count) if backend_of(flat) == "numba" else count
 
     @property
     def layout(self) -> RowLayout | None:
@@ -621,8 +622,10 @@ class PackedStorage(LazyTensorStorage):
             if from_slot is not None or type(lanes) is Beginning:
                 plan.rows.layout.collect(data, lead)  # refuses the data before anything changes
                 if from_slot is not None:
-                    if self.episodes is not None and from_slot != self.ring.cursor:
-                        self.episodes.lose_predecessors()
+                    if self.episodes is not None:
+                        self.episodes.catch_up()
+                        if from_slot != self.ring.cursor:
+                            self.episodes.lose_predecessors()
                     self.ring.empty(from_slot)
                     plan.rows.forget()
                 elif self.episodes is not None:  # another actor takes the lane over
@@ -652,6 +655,8 @@ class PackedStorage(LazyTensorStorage):
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
         with self._writing():
+            if episodes is not None:
+                episodes.prepare(lanes, counts)
             ring.begin(lanes, counts)
             if then is not None:
                 then.plan(ring.publication)
@@ -659,8 +664,6 @@ class PackedStorage(LazyTensorStorage):
             if episodes is not None:
                 episodes.note(lanes, ring.after[WRITTEN][lanes] - kept, kept, counts > kept)
             ring.publish()
-            if episodes is not None:
-                episodes.published()
             ring.numbers[REVISION] += 1
             if then is not None:
                 then.tell()
@@ -714,8 +717,6 @@ class PackedStorage(LazyTensorStorage):
         Whoever takes the lock after a process that died calls this method, and a thread whose write was interrupted.
         """
         ring, rows, new = self.ring, self.rows, torch.empty(0, dtype=torch.int64, device="cpu")
-        if self.episodes is not None and ring.dirty == PUBLISHED:
-            self.episodes.published()
         if rows is not None:
             new = ring.recover(rows.matrix)
             cells = torch.arange(ring.longest * ring.lanes, device=rows.matrix.device)
@@ -1142,6 +1143,8 @@ class PackedStorage(LazyTensorStorage):
         return self.steps_for(data.batch_size[1 - single : self.ndim - single])
 
     def _empty(self) -> None:
+        if self.episodes is not None:
+            self.episodes.catch_up()
         self.ring.empty()
         if self.rows is not None:
             self.rows.forget()

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.host_memory import address_of, outside_inference_mode
+from rlbuf_td.kernels.host_memory import address_of, outside_inference_mode, to_device
 from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,
@@ -35,6 +35,7 @@ from rlbuf_td.kernels.serials import (
     FOLLOWING,
     IDLE,
     NEXT_PUBLICATION,
+    NOTED,
     ORDERED,
     PUBLICATION,
     PUBLISHED,
@@ -63,13 +64,13 @@ class Ring:
         self.steps, self.lanes = steps, lanes
         self.generations: Tensor | None = None  # ``[T * E]`` int64, where the rows are; used while order is lost
         self._place(np.zeros(block_size(lanes), np.int64))
-        self.following[0] = -1
+        self.following[0] = self.noted[:] = -1
 
     def _place(self, block: np.ndarray) -> None:
         address, numbers = block.ctypes.data, memoryview(block.data)
         self.block, self.address, self.numbers = block, address, numbers  # reads numbers in a fourth of NumPy's time
-        rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
-        self.head, self.after, self.before = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE]
+        rows = block[: (NOTED + 1) * self.lanes].reshape(-1, self.lanes)
+        self.head, self.after, self.before, self.noted = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE], rows[NOTED]
         self.tail, self.written, self.ordered = self.head[:FOLLOWING]
         #: What the next row of each lane continues, ``[2, E]``, see :mod:`rlbuf_td.kernels.episodes`; also in `after`.
         self.following, self.following_after = self.head[FOLLOWING:], self.after[FOLLOWING:]
@@ -245,6 +246,7 @@ class Ring:
 
     def _replace_head(self) -> None:
         self.before[:] = self.after[WRITTEN]  # no row is new
+        self.noted[:] = np.where(self.noted < 0, -1, self.after[WRITTEN])
         self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         self.finish()
@@ -326,12 +328,13 @@ class Ring:
 
     # -- identity: cells are tensors ``[B]`` int64
 
-    def _of(self, lane: Tensor) -> tuple[Any, Any]:
-        """Return ``tail`` and ``written`` of lanes ``[B]``: numbers if all lanes agree, else ``[B]``."""
+    def ends_at(self, cell: Tensor) -> tuple[Any, Any]:
+        """Return ``tail`` and ``written`` of the lane of each cell: numbers if all lanes agree, else ``[B]``."""
         common = self.common()
         if common is not None:
             return common
-        tail, written = (torch.from_numpy(each).to(lane.device)[lane] for each in (self.tail, self.written))
+        lane = cell % self.lanes
+        tail, written = (to_device(each, lane.device)[lane] for each in (self.tail, self.written))
         return tail, written
 
     def serial(self, cell: Tensor, before: np.ndarray | None = None) -> Tensor:
@@ -339,22 +342,23 @@ class Ring:
 
         ``before``: an earlier :attr:`written`, for the rows that the cells had then.
         """
-        lane = cell % self.lanes
-        is_now = before is None or np.array_equal(before, self.written)  # usual: a copy to a device would wait for it
-        written = self._of(lane)[1] if is_now else torch.from_numpy(before).to(lane.device)[lane]
-        return written - 1 - (written - 1 - cell // self.lanes) % self.steps
+        is_now = before is None or np.array_equal(before, self.written)  # usual
+        newest = (self.ends_at(cell)[1] if is_now else to_device(before, cell.device)[cell % self.lanes]) - 1
+        slot = cell if self.lanes == 1 else cell // self.lanes
+        return newest - (newest - slot) % self.steps
 
     def stamp(self, cell: Tensor) -> Tensor:
         """Return the serial of the row in each cell."""
         return self.serial(cell) if self.in_order or self.generations is None else self.generations[cell]
 
     def is_live(self, cell: Tensor) -> Tensor:
-        return self.serial(cell) >= self._of(cell % self.lanes)[0]
+        return self.serial(cell) >= self.ends_at(cell)[0]
 
     def is_stale(self, cell: Tensor, stamp: Tensor) -> Tensor:
-        """Return whether the row that had this stamp is gone, ``[B]`` bool; cells in range."""
-        is_gone = stamp != self.stamp(cell)
-        return is_gone | (stamp < self._of(cell % self.lanes)[0]) if self.in_order else is_gone
+        """Return whether the row that had this stamp is gone, ``[B]`` bool; of cells out of range, nothing is known."""
+        if self.in_order or self.generations is None:
+            return (stamp != self.serial(cell)) | (stamp < self.ends_at(cell)[0])
+        return stamp != self.generations[cell.clamp(0, len(self.generations) - 1)]
 
     def holes_among(self, cell: Tensor) -> Tensor | None:
         """Return which cells are holes, ``[B]`` bool; None if there are none. Cells out of range are no holes."""
@@ -375,9 +379,9 @@ class Ring:
 
     def newest_of(self, number: Tensor, count: np.ndarray) -> Tensor:
         """Return the cells of the newest ``count`` rows of each lane with these numbers, ``[B]``, lane after lane."""
-        ends = torch.from_numpy(count.cumsum()).to(number.device)
+        ends = to_device(count.cumsum(), number.device)
         lane = torch.searchsorted(ends, number, right=True)
-        _, written = self._of(lane)
+        _, written = self.ends_at(lane)
         return (written + number - ends[lane]) % self.steps * self.lanes + lane
 
     def newest_cells(self, count: np.ndarray) -> Tensor:
@@ -400,7 +404,7 @@ class Ring:
 
     def reach(self, cell: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many live rows of its lane precede and follow each live row, ``[B]`` each."""
-        serial, (tail, written) = self.serial(cell), self._of(cell % self.lanes)
+        serial, (tail, written) = self.serial(cell), self.ends_at(cell)
         return serial - tail, written - 1 - serial
 
     # -- state

@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
-from rlbuf_td.kernels.host_memory import HostTensors, addresses_of, on_host
+from rlbuf_td.kernels.host_memory import HostTensors, addresses_of, on_host, to_device
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.listeners import Listener, Listeners, Then
@@ -243,7 +243,7 @@ class TorchWrites(WritePlan):
         before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
         cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
         slot = None if lanes is not None or not ring.together else ring.cursor
-        index: Any = torch.from_numpy(cells)
+        index: Any = to_device(cells, rows.matrix.device)
         if storage.ndim > 1:
             index = torch.stack([*coordinates(index, storage)], -1)
         elif is_one:

@@ -54,7 +54,7 @@ BREAKS = [
     Break(
         "the torch form takes a stale stamp",
         "storages/packed.py",
-        "return torch.where(stale, -1, flat), int(count)",
+        "return flat.masked_fill(stale, -1), int(count)",
         "return flat, int(count)",
         "tests/storages/test_staleness.py",
     ),
@@ -160,8 +160,8 @@ BREAKS = [
     Break(
         "the torch form never draws from the last stratum",
         "kernels/strata.py",
-        "segment = (first + step * torch.arange(batch, device=uniform.device)) % batch",
-        "segment = (first + step * torch.arange(batch, device=uniform.device)) % max(batch - 1, 1)",
+        "segment = (first + torch.arange(0, step * batch, step, device=uniform.device)) % batch",
+        "segment = (first + torch.arange(0, step * batch, step, device=uniform.device)) % max(batch - 1, 1)",
         "tests/kernels/test_draws.py",
     ),
     Break(

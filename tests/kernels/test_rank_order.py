@@ -162,10 +162,10 @@ def test_the_reference_skips_bad_errors_and_counts_them() -> None:
     index = torch.tensor([0, 1, 4, -1, 3, 2])
     td_error = torch.tensor([1.0, torch.nan, 9.0, torch.nan, -torch.inf, -0.5])
     assert order.update_(index, td_error, rows=4) == 1.0
-    assert order.magnitude.tolist() == pytest.approx([1.0, 0.2, 0.5, 0.3, -1.0])
+    assert order.magnitude[:5].tolist() == pytest.approx([1.0, 0.2, 0.5, 0.3, -1.0])
     assert order.update_(index[1:2], td_error[1:2], rows=4) == -1.0
     assert int(order.refused) == 3
-    for each in (order, ChunkedOrder(order.magnitude)):  # beyond float32
+    for each in (order, ChunkedOrder(order.magnitude[:5])):  # beyond float32
         assert each.update_(index[:1], torch.tensor([-1e300], dtype=torch.float64), rows=4) == LARGEST_MAGNITUDE
 
 

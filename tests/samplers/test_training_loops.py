@@ -31,7 +31,8 @@ class RefuseWaiting(TorchDispatchMode):
     """Raise a RuntimeError where an operation would wait for the device that its tensors are on.
 
     On the CPU, values and shapes that the host asks for are refused; ``numpy()``, ``tolist()`` and ``cpu()`` are no
-    operations there. The meta device refuses these itself, and copies between it and the CPU are refused here.
+    operations there. The meta device refuses these itself; copies between it and the CPU are refused here, and indices
+    on the CPU, which an operation copies.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +44,8 @@ class RefuseWaiting(TorchDispatchMode):
 def _waits(func: Any, args: Any, kwargs: Any) -> bool:
     name = func.overloadpacket.__name__
     if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
-        return any(index is not None and index.dtype is torch.bool for index in args[1])
+        given = [index for index in args[1] if index is not None]
+        return any(index.dtype is torch.bool or index.device != args[0].device for index in given)
     if name == "repeat_interleave":
         return func._overloadname == "Tensor" and kwargs.get("output_size") is None
     if name in ("copy_", "_to_copy"):  # a copy between devices waits, unless it is asked not to
@@ -86,23 +88,25 @@ ON_META = [name for name in NEVER_WAIT if "n-step" not in name and name not in (
 
 
 @pytest.mark.parametrize("name", ON_META)
-def test_nothing_of_a_device_is_copied_to_the_host(name):
+def test_nothing_of_a_device_is_copied_to_the_host(name, monkeypatch):
     """On the meta device there is nothing to read: whatever the host asks for is an error, ``numpy()`` included."""
+    monkeypatch.setattr("rlbuf_td.storages.layout.refuse", lambda *args: None)  # which refuses data on this device
     rb = ReplayBuffer(storage=PackedStorage(60, device="meta"), sampler=NEVER_WAIT[name](60), batch_size=32)
-    td_error = torch.rand(32, device="meta")
-    for k in range(4):
-        rb.extend(data(35, 35 * k))
-        rb.add(data(1)[0])
+    td_error, rows = torch.rand(32, device="meta"), [data(35, 35 * k).to("meta") for k in range(4)]
+    for k, part in enumerate(rows):
         if not k:
+            rb.extend(part)
             rb.sample()  # what is bound to the rows at first is looked at once
         with RefuseWaiting():
+            rb.extend(part)
+            rb.add(part[0])
             batch = rb.sample()
             batch["td_error"] = td_error
             rb.update_tensordict_priority(batch)
+            assert batch["x"].is_meta
             if rb.parts.prioritized is not None:
                 rb.update_priority(batch["index"], td_error)
                 rb.sampler.mark_update(batch["index"])  # as TorchRL's buffers do after a write
-    assert batch["x"].is_meta
     assert rb.full
 
 

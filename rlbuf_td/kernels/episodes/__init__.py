@@ -16,13 +16,13 @@ tail``.
 ``following``, ``[2, E]`` int64, is what the next row of each lane continues: its ``back``, unless its id differs (0
 after the end of an episode, -1 for a break), and the id of the row before. Removing rows changes neither, so that an
 episode whose first rows are gone is never whole. An episode that a break ends is closed when the next row is written.
-A write notes in ``following_after`` what comes after its rows, which counts once these are published.
 
 Invariant: within a lane, ``back`` is 0 or one more than that of the row before; stored rows of one episode agree on
 their last row; only rows of the newest episode of a lane have ``left == 0``.
 
 The functions here are the specification, for all devices; :mod:`rlbuf_td.kernels.episodes.cpu` has the loops of the
-CPU. On other devices than the CPU, ``left`` is computed for all rows when it is needed (:func:`close_all_`).
+CPU, which note rows while they are written: what follows them is in ``following_after`` until they are published.
+On other devices, a write notes nothing: the numbers of all rows are computed when they are needed (:func:`note_`).
 """
 
 from __future__ import annotations
@@ -65,103 +65,66 @@ class Lanes(NamedTuple):
 
     numbers: Tensor  # ``[E, T, 2]`` int32
     following: Tensor  # ``[2, E]`` int64
-    following_after: Tensor  # ``[2, E]`` int64
     tail: Tensor  # ``[E]`` int64
     written: Tensor  # ``[E]`` int64
+    noted: Tensor  # ``[E]`` int64, up to which serial there are numbers; ``following`` is of the row there
+    most: int  # the number of rows of the longest lane
 
 
-def spans(of: Lanes, cells: Tensor) -> Spans:
-    """Look up the stored rows at flat indices ``cells``, ``[B]``."""
-    lanes, steps = of.numbers.shape[:2]
-    slot, lane = cells // lanes, cells % lanes
-    newest = of.written[lane] - 1
-    ago = (newest - slot) % steps
-    before = newest - ago - of.tail[lane]  # stored rows of the lane before this one
-    back, left = of.numbers[lane, slot].long().unbind(-1)
-    back = back & STEPS
-    return Spans(back.minimum(before), torch.where(left > 0, left - 1, ago), left > 0, back <= before)
-
-
-def note_(of: Lanes, lane: np.ndarray, serial: np.ndarray, skips: np.ndarray, ended: Tensor, name: Tensor) -> None:
-    """Write ``back`` of new rows, those of a lane in time order, and what follows them.
-
-    Args:
-        of: is changed. :func:`close_all_` must follow before a look-up.
-        lane: ``[n]`` int64.
-        serial: ``[n]`` int64.
-        skips: ``[n]`` bool, whether the rows just before the first one of the lane have never been stored.
-        ended: ``[n]`` bool, whether the row ends its episode.
-        name: ``[n]`` int64, the id of the row's episode; equal numbers if rows have no ids.
-    """
-    steps, device = of.numbers.shape[1], of.numbers.device
-    order = np.argsort(lane, kind="stable")
-    lane, serial, skips = lane[order], serial[order], skips[order]
-    is_first = np.diff(lane, prepend=-1) != 0
-    newest = np.flatnonzero(np.diff(lane, append=-1))
-    at, first, last, slot, place = (
-        torch.from_numpy(each).to(device) for each in (lane, is_first, newest, serial % steps, order)
-    )
-    ended, name = ended[place], name[place]
-    follows, name_before = of.following[:, at]
-    is_new = (follows <= 0) | (name != name_before)
-    unknown = first & torch.from_numpy(skips).to(device)
-    follows = torch.where(unknown, MOST, follows)
-    begins = torch.where(first, is_new & ~unknown, ended.roll(1) | (name != name.roll(1)))
-    position = torch.arange(len(at), device=device)
-    start = torch.where(begins | first, position, 0).cummax(0).values
-    back = (position - start + torch.where(begins[start], 0, follows[start])).clamp(max=MOST)
-    of.numbers[at, slot, BACK] = torch.where(first & (follows < 0), BREAK, back).int()
-    of.numbers[at, slot, LEFT] = ended.int()
-    of.following_after[BACK_OF_NEXT, at[last]] = torch.where(ended, 0, (back + 1).clamp(max=MOST))[last]
-    of.following_after[ID, at[last]] = name[last]
+def spans(numbers: Tensor, cells: Tensor, tail: Tensor | int, written: Tensor | int) -> Spans:
+    """Look up the stored rows at flat indices ``cells``, ``[B]``; ``tail`` and ``written`` are those of their lanes."""
+    lanes, steps = numbers.shape[:2]
+    slot = cells // lanes if lanes > 1 else cells
+    ago = (written - 1 - slot) % steps
+    before = written - 1 - tail - ago  # stored rows of the lane before this one
+    at = slot + cells % lanes * steps if lanes > 1 else slot
+    back, left = numbers.flatten(0, 1)[at].long().unbind(-1)
+    back, ended = back & STEPS, left > 0
+    return Spans(back.minimum(before), torch.where(ended, left - 1, ago), ended, back <= before)
 
 
 def _by_age(of: Lanes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ages, 0 for the oldest row of each lane, their lanes and slots, and which exist, ``[E, T]`` each."""
+    """Return ages, 0 for the oldest row of each lane, their lanes and slots, and which exist, ``[E, most]`` each."""
     lanes, steps = of.numbers.shape[:2]
-    age = torch.arange(steps, device=of.numbers.device).expand(lanes, steps)
-    lane = torch.arange(lanes, device=of.numbers.device)[:, None].expand(lanes, steps)
+    age = torch.arange(of.most, device=of.numbers.device).expand(lanes, of.most)
+    lane = torch.arange(lanes, device=of.numbers.device)[:, None].expand(lanes, of.most)
     return age, lane, (of.tail[:, None] + age) % steps, age < (of.written - of.tail)[:, None]
 
 
-def close_all_(of: Lanes) -> None:
-    """Compute ``left`` of all rows from ``back``, and from ``left`` of the newest row of each lane; O(T * E)."""
-    age, lane, slot, exists = _by_age(of)
-    steps = of.numbers.shape[1]
-    back, left = of.numbers[lane, slot].unbind(-1)
-    newest = (of.written - of.tail)[:, None] - 1
-    is_last = age == newest
-    is_last[:, :-1] |= ((back[:, 1:] & STEPS) == 0) & exists[:, 1:]
-    last = torch.where(is_last, age, steps).flip(1).cummin(1).values.flip(1)
-    ended = exists & ((last < newest) | (left.gather(1, newest.clamp(min=0)) > 0))
-    of.numbers[lane, slot, LEFT] = torch.where(ended, last - age + 1, 0).int()
+def note_(of: Lanes, ended: Tensor, name: Tensor) -> None:
+    """Compute the numbers of all rows, and what follows them, from flags, ids and the breaks so far; O(T * E).
 
-
-def build_(of: Lanes, ended: Tensor, name: Tensor) -> None:
-    """Compute all numbers again from flags, ids and breaks, after an edit; O(T * E).
-
-    ``back`` of the oldest row of a lane stays, because the rows before it are not stored.
+    What precedes the oldest row of a lane follows from its ``back``, or from ``following`` if it has none; nothing is
+    known if rows that were written between are gone.
 
     Args:
-        of: is changed.
-        ended: ``[T, E]`` bool.
-        name: ``[T, E]`` int64.
+        of: is changed; there is a row.
+        ended: ``[T, E]`` bool, whether each row ends its episode.
+        name: ``[T, E]`` int64, the id of each row's episode; equal numbers if rows have no ids.
     """
     age, lane, slot, exists = _by_age(of)
-    old = of.numbers[lane, slot, BACK].long()
-    end, identity, is_oldest = ended[slot, lane], name[slot, lane], age == 0
-    begins = (old < 0) | end.roll(1, 1) | (identity != identity.roll(1, 1))
-    start = torch.where(begins & ~is_oldest, age, 0).cummax(1).values
-    back = age - start + torch.where(start == 0, (old[:, :1] & STEPS).clamp(max=MOST), 0)
-    kept = torch.where(old < 0, BREAK, back.clamp(max=MOST))
-    of.numbers[lane, slot, BACK] = torch.where(exists & ~is_oldest, kept, old).int()
-    of.numbers[lane, slot, LEFT] = end.int()
-    newest = (of.written - of.tail - 1).clamp(min=0)[:, None]
-    back_of_next = torch.where(end, 0, (back + 1).clamp(max=MOST)).gather(1, newest)[:, 0]
-    is_known = (of.written > of.tail) & (of.following[BACK_OF_NEXT] >= 0)
-    of.following[BACK_OF_NEXT] = torch.where(is_known, back_of_next, of.following[BACK_OF_NEXT])
-    of.following[ID] = torch.where(of.written > of.tail, identity.gather(1, newest)[:, 0], of.following[ID])
-    close_all_(of)
+    old, end, name = of.numbers[lane, slot, BACK], ended[slot, lane], name[slot, lane]
+    follows, name_before = of.following[..., None]
+    first = (of.noted - of.tail)[:, None]  # the age of the first row that has no numbers
+    breaks = torch.where(age < first, old < 0, (age == first) & (follows < 0))
+    begins = breaks | end.roll(1, 1) | (name != name.roll(1, 1))
+    begins[:, 0] = False
+    before = torch.where(first > 0, old[:, :1] & STEPS, follows.clamp(min=0) * (name[:, :1] == name_before))
+    before = torch.where(first < 0, MOST, before)
+    start = torch.where(begins, age, 0).cummax(1).values
+    back = (age - start + torch.where(start == 0, before, 0)).clamp(max=MOST)
+    newest = (of.written - of.tail)[:, None] - 1
+    is_last = age == newest
+    is_last[:, :-1] |= begins[:, 1:] & exists[:, 1:]
+    last = torch.where(is_last, age, of.most).flip(1).cummin(1).values.flip(1)
+    at_newest = newest.clamp(min=0)
+    is_over = end.gather(1, at_newest)  # whether the newest row ends its episode
+    left = torch.where((last < newest) | is_over, last - age + 1, 0)
+    of.numbers[lane, slot] = torch.stack((torch.where(breaks, BREAK, back), left), -1).int()
+    is_known = (newest >= 0) & ((of.noted < of.written)[:, None] | (follows >= 0))
+    back_of_next = torch.where(is_over, 0, (back.gather(1, at_newest) + 1).clamp(max=MOST))
+    after = torch.stack((back_of_next, name.gather(1, at_newest)))
+    of.following.copy_(torch.where(is_known, after, of.following[..., None])[..., 0])
 
 
 def whole(of: Lanes, only_finished: bool) -> tuple[Tensor, Tensor]:

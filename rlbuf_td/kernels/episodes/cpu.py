@@ -232,7 +232,7 @@ def note_rows(address, count, rows):
 
 @kernel
 def build(address):
-    """Implement :func:`rlbuf_td.kernels.episodes.build_`; flags and ids are those of the rows."""
+    """Implement :func:`rlbuf_td.kernels.episodes.note_` for rows that have been noted."""
     record = record_at(address)
     for lane in range(record.lanes):
         follows = record.following + 8 * lane

@@ -108,11 +108,12 @@ class SortedOrder:
     The arguments of :meth:`update_` and :meth:`draw` are as in :mod:`rlbuf_td.kernels.sum_tree`.
 
     Args:
-        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object changes the tensor in place.
+        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude.
     """
 
     def __init__(self, magnitude: Tensor) -> None:
-        self.magnitude, self._is_sorted = magnitude, False
+        #: With an element more, which `write_magnitudes` needs.
+        self.magnitude, self._is_sorted = torch.cat((magnitude, magnitude.new_full((1,), -1.0))), False
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
         with outside_inference_mode():
@@ -127,7 +128,7 @@ class SortedOrder:
         self._is_sorted = False
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int) -> Tensor:
-        _, largest, refused = write_magnitudes(self.magnitude, index, td_error, rows)
+        _, _, largest, refused = write_magnitudes(self.magnitude, index, td_error, rows)
         self._is_sorted = False
         self.refused.add_(refused)
         return largest
@@ -148,10 +149,10 @@ class SortedOrder:
         rows, total = self._count, mass(law, self._count)
         ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
         # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
-        power, log_scale = law.alpha * beta, beta * torch.log(total / rows)
-        if norm is not None:
-            log_scale = -power * torch.log((rows if norm == "buffer" else ranks.max()).to(torch.float64))
-        weight = torch.exp(power * torch.log(ranks.to(torch.float64)) + log_scale)
+        power, last = law.alpha * beta, ranks.max() if norm == "batch" else rows
+        weight = (ranks.to(torch.float64) / last).pow(power)
+        if norm is None:
+            weight = weight * (last.to(torch.float64).pow(power) * (total / rows).pow(beta))
         return self._by_rank[ranks - 1], weight.to(torch.float32)
 
     def ranks_of(self, index: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ REFUSED = -2.0
 
 
 class SumTree:
-    """A sum tree for ``rows`` rows, a multiple of 16. Only trees for compiled loops have nodes.
+    """A sum tree for ``rows`` rows, a multiple of 16. Only trees for compiled loops have nodes; others have a row more.
 
     Its numbers lie in two blocks, because ``torch.compile`` takes no views of several dtypes of one block.
 
@@ -108,7 +108,7 @@ class SumTree:
         """The smallest positive weight, 0-dim; infinite if there is none."""
         if self.has_nodes:
             return self.minima[self.starts[-1]]
-        return torch.where(self.weight > 0, self.weight, torch.inf).amin()
+        return self.weight.masked_fill(self.weight == 0, torch.inf).amin()
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.NAMES}
@@ -179,7 +179,7 @@ def tree_bytes(capacity: int, device: torch.device) -> int:
 
 
 def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
-    rows = -(-capacity // BLOCK) * BLOCK
+    rows = -(-(capacity + (not has_nodes)) // BLOCK) * BLOCK  # `write_magnitudes` needs an element behind all rows
     return rows, (_starts(rows)[-1] + GROUP) * has_nodes
 
 
@@ -202,24 +202,21 @@ def magnitudes_of(td_error: Tensor) -> Tensor:
 
 def write_magnitudes(
     memory: Tensor, index: Tensor, td_error: Tensor, rows: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Set ``memory[index] = |td_error|`` for finite TD errors and ``0 <= index < rows``, the last one of equal indices.
 
-    The host does not wait. Return the written indices (``[B]``, some repeated; all 0 if nothing was written), the
-    largest valid magnitude (float64, -1 if there is none), and the number of NaN or infinite TD errors at indices in
-    ``[0, rows)``.
+    All others write -1 to the last element, which belongs to no row: no shape depends on data, and the host does not
+    wait. Return the written elements and their values, ``[B]`` each, the largest valid magnitude, -1 if there is none,
+    and the number of NaN or infinite TD errors at indices in ``[0, rows)``.
     """
     magnitude = magnitudes_of(td_error)
-    named = (index >= 0) & (index < rows)
-    valid = named & magnitude.isfinite()
-    # All duplicates of a row write its last magnitude, and every skipped entry writes the valid row with the highest
-    # index once more. The order of the scatter therefore does not matter, and no shape depends on data.
-    ordered, order = torch.where(valid, index, -1).sort(stable=True)
-    target = torch.where(ordered < 0, ordered[-1], ordered)
-    last = order[torch.searchsorted(ordered, target, right=True) - 1]
-    row = target.clamp(min=0)
-    memory[row] = torch.where(target < 0, memory[row], magnitude[last])
-    return row, torch.where(valid, magnitude, -1.0).max().to(torch.float64), (named & ~valid).sum()
+    outside = (index < 0) | (index >= rows)
+    invalid = outside | ~(magnitude < torch.inf)
+    magnitude, target = magnitude.masked_fill(invalid, -1.0), index.masked_fill(invalid, len(memory) - 1)
+    ordered, order = target.sort(stable=True)
+    value = magnitude[order[torch.searchsorted(ordered, target, right=True) - 1]]  # equal for equal targets
+    memory[target] = value
+    return target, value, magnitude.max(), (invalid != outside).sum()
 
 
 def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
@@ -227,7 +224,7 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
     priority = magnitude.to(torch.float64) + eps
     weight = priority.pow(alpha)
     weight = torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
-    return torch.where(magnitude < 0, 0.0, weight).to(torch.float32)
+    return weight.masked_fill(magnitude < 0, 0.0).to(torch.float32)
 
 
 def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> float | Tensor:
@@ -244,10 +241,9 @@ def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha:
 
         magnitude = magnitudes_of(td_error).numpy()
         return cpu.update(tree.addresses, index.numpy(), magnitude, int(rows), float(alpha), float(eps))
-    row, largest, refused = write_magnitudes(tree.magnitude, index, td_error, rows)
-    tree.weight[row] = weight_of(tree.magnitude[row], alpha, eps)
+    target, magnitude, largest, refused = write_magnitudes(tree.magnitude, index, td_error, rows)
+    tree.weight[target] = weight_of(magnitude, alpha, eps)
     tree.refused.add_(refused)
-    rebuild_(tree)
     return largest
 
 
@@ -294,12 +290,12 @@ def draw(
         return (index, weight) if has_rows else None
     sums = tree.weight.cumsum(0, dtype=torch.float64)
     total = sums[-1]
-    mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(sums, mass, right=True).clamp(max=len(tree.weight) - 1)
-    # A scan on many cores rounds differently from row to row. A draw that rounding leads to a row of weight 0 takes the
-    # row with the largest weight instead.
-    index = torch.where(tree.weight[index] > 0, index, tree.weight.argmax())
-    chosen = tree.weight[index].to(torch.float64)
+    index = torch.searchsorted(sums, masses(uniform, total, stratified), right=True).clamp(max=len(tree.weight) - 1)
+    # A scan on many cores rounds differently from row to row. A draw that rounding leads to a row of weight 0, or
+    # beyond the last row, takes the row with the largest weight instead.
+    chosen, (largest, its_row) = tree.weight[index], tree.weight.max(0)
+    is_valid = chosen > 0
+    index, chosen = torch.where(is_valid, index, its_row), torch.where(is_valid, chosen, largest).to(torch.float64)
     smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
 

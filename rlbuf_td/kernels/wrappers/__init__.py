@@ -9,12 +9,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Spans
-from rlbuf_td.kernels.host_memory import HostTensors, address_of
+from rlbuf_td.kernels.host_memory import HostTensors, address_of, to_device
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -51,20 +52,19 @@ def choose_goals(spans: Spans, uniform: Tensor, law: Law) -> tuple[Tensor, Tenso
     return torch.where(mask & (strategy < 3), steps, 0), mask
 
 
-def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps, and the number of rewards in each sum.
+def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
+    """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps.
 
-    Sum ``i`` ends with the first step where ``end[i]``, ``[n]``, is True, and has at most ``1 + ahead[i]`` rewards.
+    Sum ``i`` has at most ``1 + ahead[i]`` rewards.
     """
-    ended_before = end.cumsum(1) - end.long() > 0
-    steps = torch.arange(reward.shape[1], device=reward.device)
-    counts = (steps <= ahead[:, None]) & ~ended_before
+    steps = reward.shape[1]
     # Multiplied and added in the same order as in the compiled loop (``cpu.put_sum``): the results are equal.
-    powers = torch.where(steps == 0, 1.0, gamma * torch.ones_like(steps, dtype=torch.float64)).cumprod(0)
-    wide = counts.view(*counts.shape, *[1] * (reward.ndim - counts.ndim))
-    discount = torch.where(wide, powers.view(-1, *[1] * (reward.ndim - 2)), 0.0)
-    terms = torch.where(wide, reward.to(torch.float64), 0.0) * discount
-    return terms.cumsum(1)[:, -1].to(reward.dtype), counts.sum(1)
+    powers = to_device(np.cumprod([1.0, *[gamma] * (steps - 1)]), reward.device)
+    beyond = torch.arange(steps, device=reward.device) > ahead[:, None]
+    as_rewards = 1, steps, *[1] * (reward.ndim - 2)
+    terms = reward.to(torch.float64) * powers.view(as_rewards)
+    terms = terms.masked_fill(beyond.view(*beyond.shape, *as_rewards[2:]), 0.0)
+    return terms.cumsum(1)[:, -1].to(reward.dtype)
 
 
 @lru_cache(maxsize=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, cast
 
@@ -13,11 +14,14 @@ from tensordict import TensorDict
 
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.kernels.host_memory import alias_of, to_device
 from rlbuf_td.kernels.rows import ask_for_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
+
+#: Rows in fewer runs are copied run by run.
+_MOST_RUNS = 4
 
 
 class Rows(ABC):
@@ -225,11 +229,19 @@ class PlainRows(Rows):
         return self.layout.unpack(matrix)
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        if len(np.unique(cells)) < len(cells):
+        if not len(cells):
+            return
+        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]  # of runs of neighbours
+        is_scattered = len(edges) > _MOST_RUNS
+        if is_scattered and len(np.unique(cells)) < len(cells):
             cells, leaves = last_of_each(cells, leaves)
         block = self.flat.new_zeros((len(cells), self.flat.shape[1]))
         torch._foreach_copy_(self.layout.columns(block), leaves)
-        self.flat.index_copy_(0, torch.from_numpy(cells).to(block.device), block)
+        if is_scattered:
+            self.flat.index_copy_(0, to_device(cells, block.device), block)
+            return
+        for start, end in pairwise(edges):
+            self.flat[cells[start] : cells[start] + end - start] = block[start:end]
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
