@@ -83,11 +83,14 @@ def seeded() -> None:
     random.seed(0)
 
 
-@pytest.fixture(params=["compiled", "torch"])
+GPU = ["cuda"] if torch.cuda.is_available() else []
+
+
+@pytest.fixture(params=["compiled", "torch", *GPU])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Run the test on the CPU, with its compiled loops and with the torch operations of other devices."""
+    """Run the test with compiled loops, with the torch operations of other devices, and on a GPU where there is one."""
     with forced("torch") if request.param == "torch" else nullcontext():
-        yield torch.device("cpu")
+        yield torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.

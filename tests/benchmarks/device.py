@@ -1,4 +1,4 @@
-"""Time operations on a CUDA device (``python -m tests.benchmarks.device``). No such device has been tried yet."""
+"""Time operations on a CUDA device (``python -m tests.benchmarks.device``)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""Rows on a GPU are what brute force says, as those on the CPU are, and a call does not wait for the GPU.
+
+Skipped where torch finds no GPU: elsewhere, the same torch operations run on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    RingWriter,
+    RolloutBuffer,
+    UniformSampler,
+    functional,
+)
+from tests import test_composition as composition
+from tests.catalogue import SAMPLERS, SCHEMAS, Schema, assert_same, transitions
+from tests.catalogue import numbered_rows as data
+from tests.samplers.test_training_loops import NEVER_WAIT, loop
+from tests.test_composition import FILLS, RECIPES
+
+GPU = torch.device("cuda", 0)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+on_gpu = partial(PackedStorage, device=GPU)
+
+
+class ReadsFromGPU(ReplayBuffer):
+    """A buffer with rows on a GPU, whose batches are copied to the CPU, where the tests look at them."""
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().sample(*args, **kwargs)
+        assert all(leaf.is_cuda for leaf in batch.values(True, True))
+        return batch.cpu()
+
+    def update_tensordict_priority(self, data: Any) -> None:
+        super().update_tensordict_priority(data.to(GPU))
+
+
+composition.BUFFERS["on a GPU"] = (ReadsFromGPU, on_gpu, RingWriter)
+CASES = [
+    (kind, recipe, *place)
+    for (i, kind), (j, recipe) in product(enumerate(("uniform", "proportional", "rank")), enumerate(RECIPES))
+    for place in [[*product((1, 2), FILLS)][(i + j) % 6]]
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "ndim", "fill"), CASES)
+def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill):
+    composition.check(kind, RECIPES[recipe], ndim, fill, "on a GPU")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
+def test_a_training_loop_never_waits(sampler):
+    rb = ReplayBuffer(storage=on_gpu(60), sampler=sampler(60), batch_size=32)
+    rows, td_error = [data(35, 35 * k).to(GPU) for k in range(4)], torch.rand(32, device=GPU)
+    loop(rb, rows, td_error)
+    with no_waiting():
+        loop(rb, rows, td_error)
+    assert rb.full
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_rows_come_from_the_cpu_or_the_gpu_and_from_a_dump(name, tmp_path):
+    rb = ReplayBuffer(storage=on_gpu(60), sampler=SAMPLERS[name](60), batch_size=32)
+    for k in range(2):
+        rb.extend(data(35, 35 * k))
+        rb.extend(data(35, 35 * k).to(GPU))
+        rb.add(data(1)[0])
+    batch = rb.sample()
+    assert all(leaf.is_cuda for leaf in batch.values(True, True))
+    rb.dumps(tmp_path / "dump")
+    state = rb.state_dict()
+    for place in (on_gpu, PackedStorage):
+        for load in (lambda rb: rb.loads(tmp_path / "dump"), lambda rb: rb.load_state_dict(state)):
+            other = ReplayBuffer(storage=place(60), sampler=SAMPLERS[name](60), batch_size=32)
+            load(other)
+            assert_same(other[:].cpu(), rb[:].cpu())
+            batch = other.sample()
+            batch["td_error"] = torch.rand(len(batch), device=other.storage.device)
+            other.update_tensordict_priority(batch)
+            other.extend(data(5))
+            other.sample()
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+def test_every_schema_is_stored_byte_for_byte(schema: Schema) -> None:
+    storage = on_gpu(4)
+    rows = transitions(schema, 4)
+    storage.set(range(4), rows)
+    assert_same(storage[:].cpu(), rows)
+    storage.set(torch.tensor([2, 0], device=GPU), rows[:2].to(GPU))
+    storage.set(torch.tensor([2, 0]), rows[:2].to(GPU))
+    assert_same(storage[torch.tensor([2, 0])].cpu(), rows[:2])
+    assert_same(storage[torch.tensor([2, 0], device=GPU)].cpu(), rows[:2])
+
+
+LAWS: dict[str, Callable[[int], Any]] = {
+    "uniform": lambda n: UniformSampler(),
+    "unique": lambda n: UniformSampler(unique=True),
+    "minibatch": lambda n: MinibatchSampler(),
+    "proportional": lambda n: ProportionalSampler(n),
+    "rank": lambda n: RankSampler(n),
+}
+
+
+@pytest.mark.parametrize("where", ["rows on the GPU", "batches on the GPU", "batches drawn ahead"])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_mixture_and_its_members_learn_on_a_gpu(name, where):
+    options: dict[str, Any] = {} if where == "rows on the GPU" else {"device": GPU}
+    if where == "batches drawn ahead":
+        options["prefetch"] = 2
+    storage = on_gpu if where == "rows on the GPU" else PackedStorage
+
+    def buffer() -> ReplayBuffer:
+        rb = ReplayBuffer(storage=storage(200), sampler=LAWS[name](200), batch_size=32, **options)
+        rb.extend(data(200))
+        return rb
+
+    one, other = buffer(), buffer()
+    for rb in (one, ReplayBufferMixture({"one": buffer(), "other": other}, {"one": 0.5, "other": 0.5}, batch_size=32)):
+        for _ in range(4):
+            batch = rb.sample()
+            assert all(leaf.is_cuda for leaf in batch.values(True, True) if isinstance(leaf, torch.Tensor))
+            batch["td_error"] = torch.rand(len(batch), device=GPU)
+            rb.update_tensordict_priority(batch)
+            other.extend(data(7))
+    assert "cuda" in str(one.health()) or one.health()
+    assert repr(one)
+
+
+def test_bad_rows_are_refused_on_a_gpu_and_change_nothing():
+    rb = ReplayBuffer(storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32)
+    rb.extend(data(60))
+    before = rb[:].clone()
+    for bad in (data(3).exclude("x"), data(3).to(torch.float64).apply(lambda leaf: leaf.double())):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            rb.extend(bad.to(GPU))
+    rb.update_priority(torch.tensor([0, 1], device=GPU), torch.tensor([float("nan"), 2.0], device=GPU))
+    rb.update_priority(torch.tensor([600, -700], device=GPU), torch.tensor([3.0, 2.0], device=GPU))
+    with pytest.raises(IndexError):
+        rb[100]
+    assert_same(rb[:], before)
+    assert rb.sampler.priority(torch.tensor([1])).tolist() == [2.0]
+    assert rb.health()["refused_priorities"] >= 1
+    batch = rb.sample()
+    assert torch.isfinite(batch["priority_weight"]).all()
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 1), (1, 128, 1), (300, 2, 1)])
+def test_advantages_and_returns_are_those_of_the_cpu(shape):
+    def given(device: Any) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        value = [torch.randn(shape, generator=generator) for _ in range(3)]
+        done = torch.rand(shape, generator=generator) < 0.1
+        return [leaf.to(device) for leaf in (*value, done)]
+
+    for device in (GPU,):
+        for function, order in (
+            (partial(functional.generalized_advantage_estimate, 0.9, 0.8), (0, 1, 2, 3)),
+            (partial(functional.td_lambda_return_estimate, 0.9, 0.8), (1, 2, 3)),
+            (partial(functional.vtrace_advantage_estimate, 0.9), (0, 1, 0, 1, 2, 3)),
+        ):
+            found, wanted = (function(*[given(where)[at] for at in order]) for where in (device, "cpu"))
+            found, wanted = ([each] if torch.is_tensor(each) else each for each in (found, wanted))
+            for ours, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_rollouts_are_those_of_the_cpu():
+    def batches(device: Any) -> TensorDict:
+        rb = RolloutBuffer(16, 4, batch_size=32, epochs=1, gamma=0.99, lmbda=0.95, device=device)
+        rows = transitions(SCHEMAS["halfcheetah"], 4, (16,))
+        rows["state_value"] = rows["observation"][..., :1].clone()
+        rows["next", "state_value"] = rows["next", "observation"][..., :1].clone()
+        rb.extend(rows)
+        found = torch.cat([batch.cpu() for batch in rb])
+        return found[found["observation"][:, 0].argsort()]
+
+    torch.testing.assert_close(batches(GPU)["advantage"], batches(None)["advantage"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_dump_of_the_cpu_is_read_on_a_gpu(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(60), sampler=RankSampler(60), batch_size=32)
+    rb.extend(data(70))
+    rb.update_priority(torch.arange(60), torch.rand(60))
+    rb.dumps(tmp_path)
+    other = ReplayBuffer(storage=on_gpu(60), sampler=RankSampler(60), batch_size=32)
+    other.loads(tmp_path)
+    assert_same(other[:].cpu(), rb[:])
+    every = torch.arange(60)
+    assert torch.equal(other.sampler.priority(every).cpu(), rb.sampler.priority(every))
