@@ -51,7 +51,6 @@ class ReadsFromGPU(ReplayBuffer):
         super().update_tensordict_priority(data.to(GPU))
 
 
-composition.BUFFERS["on a GPU"] = (ReadsFromGPU, on_gpu, RingWriter)
 CASES = [
     (kind, recipe, *place)
     for (i, kind), (j, recipe) in product(enumerate(("uniform", "proportional", "rank")), enumerate(RECIPES))
@@ -60,7 +59,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "recipe", "ndim", "fill"), CASES)
-def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill):
+def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill, monkeypatch):
+    monkeypatch.setitem(composition.BUFFERS, "on a GPU", (ReadsFromGPU, on_gpu, RingWriter))
     composition.check(kind, RECIPES[recipe], ndim, fill, "on a GPU")
 
 

@@ -160,14 +160,12 @@ def _places(tensors: Sequence[Tensor], nbytes: Iterable[int]) -> list[int] | Non
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory with a storage object of its own; on other devices, the tensor itself.
+    """Return a tensor over the same memory that counts its own edits, on the CPU with a storage object of its own.
 
     Whoever moves the alias (``share_memory_``, a queue to another process) gets a copy, and ``tensor`` stays in place.
     """
-    if not tensor.is_cpu:
-        return tensor
     with torch.inference_mode(False):
-        return torch.from_numpy(tensor.numpy())
+        return torch.from_numpy(tensor.numpy()) if tensor.is_cpu else tensor.data
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:

@@ -1,4 +1,7 @@
-"""Time operations on a CUDA device (``python -m tests.benchmarks.device``)."""
+"""Time operations on a CUDA device (``python -m tests.benchmarks.device``).
+
+``--count`` counts the torch operations of calls instead, without a GPU: the host needs about as long for each of them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,18 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
 from rlbuf_td.cli import whole_number
 from rlbuf_td.functional import generalized_advantage_estimate
 from tests.benchmarks.contenders import image_rows, small_rows
@@ -105,11 +117,48 @@ def torchrl(device: torch.device, rows: int, seconds: float) -> Timed:
 TIMINGS = (samples, from_host, images, advantages, torchrl)
 
 
+class Count(TorchDispatchMode):
+    """Counts operations that are neither views nor allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "empty" not in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def operations(call: Callable[[], object]) -> int:
+    call()
+    with Count() as counted:
+        call()
+    return counted.count
+
+
+def counts(rows: int) -> Timed:
+    """Yield how many operations calls take on other devices than the CPU; torch's meta device executes none."""
+    data, td_error = small_rows(BATCH), torch.rand(BATCH, device="meta")
+    samplers = {"uniform": UniformSampler(), "proportional": ProportionalSampler(rows), "by rank": RankSampler(rows)}
+    for name, sampler in (samplers | {"3-step": NStepSampler(UniformSampler(), 3, 0.9)}).items():
+        rb = ReplayBuffer(storage=PackedStorage(rows, device="meta"), sampler=sampler, batch_size=BATCH)
+        yield f"{name}, extend by {BATCH}", operations(partial(rb.extend, data)), "operations"
+        yield f"{name}, sample", operations(rb.sample), "operations"
+        if name in ("proportional", "by rank"):
+            update = partial(rb.update_tensordict_priority, rb.sample().set("td_error", td_error))
+            yield f"{name}, update priorities", operations(update), "operations"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=whole_number(BATCH), default=1_000_000)
+    parser.add_argument("--count", action="store_true", help="count operations instead")
     options = parser.parse_args(arguments)
+    if options.count:
+        for what, value, unit in counts(min(options.rows, 10_000)):
+            print(f"  {what}: {value} {unit}")
+        return
     device = torch.device(options.device)
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)

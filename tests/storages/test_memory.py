@@ -56,6 +56,17 @@ def test_rows_live_on_the_device_asked_for(device: torch.device, auto: bool) -> 
     assert_same(storage[3], transitions(NESTED, 1)[0])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_what_users_do_to_views_counts_as_an_edit(device: str) -> None:
+    storage = PackedStorage(5, device=device)
+    storage.set(range(3), transitions(NESTED, 3))
+    views, before = storage[:], storage.revision
+    storage.set([3], transitions(NESTED, 1))
+    assert storage.revision == before + 1
+    views["first"].fill_(1.0)
+    assert storage.revision == before + 2
+
+
 def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(tmp_path: Path) -> None:
     storage = stored("file", tmp_path)
     path = tmp_path / "rows" / ROWS_FILE
