@@ -563,7 +563,9 @@ def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> t
         batch = cast("TensorDictBase", batch[is_own])
     elif has_lane(member, batch):
         batch = batch.copy()
-    index, td_error, stamp = parts.errors_of(without_lane(member, batch), 1, member.priority_key)
+    index, td_error, stamp, windows = parts.errors_of(without_lane(member, batch), 1, member.priority_key)
+    if windows is not None:
+        index, td_error = windows.reduced(index, td_error)
     if parts.wrapper is None:
         index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
         td_error = torch.where(is_own, td_error, 0)

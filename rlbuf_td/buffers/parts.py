@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
 
+from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import Info, by_row
+from rlbuf_td.storages.indexing import Info, by_row, first_of_row, inner_dims
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import TimeWriter, keeps_order
+
+#: The index of rows whose priorities a batch updates, their TD errors, the batch's stamps, and its windows, if it has
+#: some: index and TD errors are then not reduced to those of anchors, see :meth:`SamplerWrapper.anchored`.
+Errors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Windows | None]
 
 
 class Parts(NamedTuple):
@@ -84,24 +89,22 @@ class Parts(NamedTuple):
             return "cannot be combined with track_generations, which counts whole time steps"
         return ""
 
-    def errors_of(
-        self, data: TensorDictBase, dims: int, key: NestedKey
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the index of the rows whose priorities a batch updates, one TD error for each row, and its stamps.
-
-        ``dims`` is the number of the batch dims of ``data``, whose stamps are as they are there.
-        """
+    def errors_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Errors:
+        """Return what a batch updates; ``dims`` is the number of the batch dims of ``data``."""
         entries, sampler = entries_of(data), self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
-        is_plain = dims == 1 and type(td_error) is torch.Tensor and td_error.ndim == 1 and not td_error.requires_grad
-        if not is_plain or index.ndim != 1 + (self.storage.ndim > 1) or td_error.is_neg():
+        stamp, windows = entries.get(SAMPLED_AT), None
+        is_usual = dims == 1 + self.gives_windows and type(td_error) is torch.Tensor and td_error.ndim == dims
+        if not is_usual or index.ndim != dims + (self.storage.ndim > 1) or td_error.requires_grad or td_error.is_neg():
             td_error, index = by_row(td_error, index, dims, self.storage, sampler.reduction)
+        if stamp is not None and dims != 1:
+            stamp = first_of_row(stamp, dims, inner_dims(self.storage, dims))
         if self.wrapper is not None:
-            index, td_error = self.wrapper.anchored(data, index, td_error)
-        return index, td_error, entries.get(SAMPLED_AT)
+            index, td_error, windows = self.wrapper.anchored(entries, index, td_error)
+        return index, td_error, stamp, windows
 
 
 def has_own(sampler: Sampler, method: str, *empty: object) -> bool:

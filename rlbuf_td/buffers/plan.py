@@ -139,7 +139,6 @@ class _Memory(NamedTuple):
     reading: Reading
     slots: BatchSlots
     rows: Tensor | None  # for the drawn rows, ``[B]``; None: they are the index of a batch
-    report: dict[str, Tensor]  # for what is drawn with each row of which a window is read; otherwise empty
     scratch: Tensor  # for random numbers, ``[B]`` float64
 
 
@@ -160,15 +159,17 @@ class CompiledPlan(Plan):
         self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.draw_rows
         #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
         self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
-        #: Whether a batch is complete as soon as rows have been drawn to its memory, and gathered.
-        self.is_direct = type(reading) is Reading and wrapper is None and self.draw_into is not None
+        #: Whether a batch has its report from the start: nothing is added, and no function of the user sees it before.
+        self.is_complete = self.draw_into is not None and (wrapper is None or not wrapper.takes_goals)
+        #: Whether a batch is returned as soon as rows have been drawn to its memory, and gathered.
+        self.is_direct = type(reading) is Reading and wrapper is None and self.is_complete
         self.count, self.memories = count, {count: self._memory_of(reading, count)}
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
         if not self.is_in_order:
             refuse_disorder(self.sampler, self.storage)
-        live = self.ring.numbered()
+        live, report = self.ring.numbered(), {}
         if self.draw_into is None:
             drawn, report = self.draw(size)
             count = drawn.shape[0]
@@ -178,9 +179,9 @@ class CompiledPlan(Plan):
             flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         else:
             memory = self.memories[self.count]
-            slot, report = memory.slots.take(), memory.report
+            slot = memory.slots.take()
             flat = slot.report["index"] if memory.rows is None else memory.rows
-            self.draw_into(self.storage, live, flat, report or slot.report, memory.scratch)
+            self.draw_into(self.storage, live, flat, memory.reading.drawn or slot.report, memory.scratch)
         cells = live[0] if live[1] else self.without_holes(flat)
         if self.is_direct:
             if not memory.reading.fill(slot, flat, cells, 0, self.count):
@@ -198,7 +199,8 @@ class CompiledPlan(Plan):
             merge_(slot.batch, report)
         else:
             report = slot.report
-            set_entries_(slot.batch, report)
+            if not self.is_complete:
+                set_entries_(slot.batch, report)
         if self.wrapper is not None and not self.wrapper.has_checked_order:
             self.wrapper.warn_if_interleaved(self.storage)
         return slot.batch, report
@@ -227,12 +229,10 @@ class CompiledPlan(Plan):
         return found
 
     def _memory_of(self, reading: Reading, count: int) -> _Memory:
-        in_batch: list[Named] = [(name, (dtype, SCALAR)) for name, dtype in self.entries] if reading.window == 1 else []
-        slots = BatchSlots(reading.rows.layout, [*reading.named(), *in_batch], reading.size, self.is_direct)
+        in_batch: list[Named] = [] if reading.drawn else [(name, (dtype, SCALAR)) for name, dtype in self.entries]
+        slots = BatchSlots(reading.rows.layout, [*reading.named(), *in_batch], reading.size, self.is_complete)
         rows = torch.zeros(count, dtype=torch.int64, device="cpu") if reading.lanes or reading.window > 1 else None
-        apart = self.entries if reading.window > 1 else []
-        report = {name: torch.zeros(count, dtype=dtype, device="cpu") for name, dtype in apart}
-        return _Memory(reading, slots, rows, report, torch.zeros(count, dtype=torch.float64, device="cpu"))
+        return _Memory(reading, slots, rows, torch.zeros(count, dtype=torch.float64, device="cpu"))
 
 
 def plan_of(storage: PackedStorage, sampler: Sampler, size: int) -> CompiledPlan | TorchPlan:

@@ -49,6 +49,7 @@ from rlbuf_td.diagnostics.health import LastDraw, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
+from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (
     OwnSignature,
@@ -1346,20 +1347,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
-        dims = len(data.batch_size)
-        index, td_error, stamp = parts.errors_of(data, dims, self.priority_key)
-        if self.batch_device is not None and self._copies_batches:
-            index, td_error, stamp = index.cpu(), td_error.cpu(), None if stamp is None else stamp.cpu()
-        if stamp is not None and dims != 1:
-            stamp = first_of_row(stamp, dims, inner_dims(parts.storage, dims))
-        self._update_sampled(index, td_error, stamp)
+        self._update_sampled(*parts.errors_of(data, len(data.batch_size), self.priority_key))
 
-    def _update_sampled(self, index: torch.Tensor, td_error: torch.Tensor, stamp: torch.Tensor | None) -> None:
+    def _update_sampled(
+        self, index: torch.Tensor, td_error: torch.Tensor, stamp: torch.Tensor | None, windows: Windows | None = None
+    ) -> None:
         """Update the priorities of rows, except of those that are gone since they got their stamp."""
         with self.parts.storage.lock:
             parts = self.parts
             if parts.prioritized is not None:  # another thread may have replaced the sampler
-                stale = parts.prioritized.update_sampled(index, td_error, stamp, parts.storage)
+                stale = parts.prioritized.update_sampled(index, td_error, stamp, parts.storage, windows)
                 if type(stale) is not int or stale:
                     self.stale_updates.add(stale)
 

@@ -27,6 +27,7 @@ from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import refuse_index
+from rlbuf_td.storages.tensordict_fast import entries_of
 
 _REFRESH = 0.1  # seconds without a report after which the client asks a shard for its mass
 _ARRIVAL = 1.0  # seconds in which rows that flow control has counted arrive in a shard, or are lost
@@ -269,7 +270,8 @@ class Client:
         refuse_errors(td_error)
         index = self._checked(index, len(td_error))
         if spec.windows is not None:
-            index, td_error = spec.windows.anchored(data.cpu(), index, td_error)
+            index, td_error, windows = spec.windows.anchored(entries_of(data.cpu()), index, td_error)
+            index, td_error = windows.reduced(index, td_error)
         self._errors.append((index.numpy(), td_error.to(torch.float64).numpy()))
 
     def _checked(self, index: Tensor, rows: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -19,6 +19,7 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, untr
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
+from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
@@ -160,12 +161,20 @@ class Priorities:
 
     @untraced("an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(
-        self, index: object, priority: object, storage: Storage | None, *, counts: bool, stamp: Tensor | None = None
+        self,
+        index: object,
+        priority: object,
+        storage: Storage | None,
+        *,
+        counts: bool,
+        stamp: Tensor | None = None,
+        windows: Windows | None = None,
     ) -> int | Tensor:
         """Set the priorities of rows from TD errors; if ``counts``, these can increase ``largest``.
 
         If ``counts`` and the storage is given, the rows must have been written; otherwise, they may be new. Rows that
-        are gone since they got their ``stamp``, ``[B]``, are skipped. Return the number of these rows.
+        are gone since they got their ``stamp``, ``[B]``, are skipped. Return the number of these rows. With
+        ``windows``, index, TD errors and stamps are those of a batch, and the rows are the anchors.
         """
         if storage is not None and (storage.max_size > self.capacity or self.serves._storage() is not storage):
             self.move_to(storage)
@@ -176,12 +185,17 @@ class Priorities:
             rows = live if are_cells else len(storage)
             has_holes = live < rows
         given: tuple[Any, ...] = (index, priority) if stamp is None else (index, priority, stamp)
+        if windows is not None:
+            given = (*given, windows.mask, windows.burn_in_mask)
         addresses: list[int] | None = None
         stale: int | Tensor = 0
         if storage is not None and not has_holes:
             addresses = self._inputs.addresses(given)
         if addresses is None:
-            given, stale = self._converted(index, priority, stamp, storage, ring, has_holes)
+            if windows is not None and (has_holes or not self._can_read(given, storage)):
+                index, priority, windows = *windows.reduced(*given[:2]), None
+            if windows is None:
+                given, stale = self._converted(index, priority, stamp, storage, ring, has_holes)
             if not len(given[0]):
                 return stale
             if not self._is_compiled:
@@ -189,21 +203,33 @@ class Priorities:
                 return stale
             self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
             addresses = [*map(address_of, given)]
-        count, rule = given[1].shape[0], self.rule
-        stamps = (addresses[2], given[2].shape[0] // count) if len(given) > 2 else (0, 1)  # all rows of windows
+        rule, stamp_at = self.rule, addresses[2] if len(given) % 2 else 0  # there are two masks, or none
+        of_windows = (0, 0, 1, 1.0) if windows is None else (*addresses[-2:], windows.length, windows.eta)
+        size = given[1].numel()
+        kinds = given[0].numel() > size, given[1].dtype is torch.float64
+        updates = *addresses[:2], stamp_at, *of_windows, *kinds, size // of_windows[2], rows, counts
         with rule.table.lock:
-            kinds = given[0].ndim > 1, given[1].dtype is torch.float64
-            places = self.record_at(storage, ring), addresses[0], addresses[1]
-            largest, gone = rule.update_loop()(*places, *stamps, *kinds, count, rows, counts)
-        if largest == REFUSED:
-            refuse_priorities(flat_rows(given[0], storage, self.device), given[1], rows)
-        if self.file is not None:
-            self.keep(flat_rows(given[0], storage, self.device), None if counts else storage)
+            largest, gone = rule.update_loop()(self.record_at(storage, ring), updates)
+        if largest == REFUSED or self.file is not None:
+            given = given if windows is None else windows.reduced(*given[:2])
+            flat = flat_rows(given[0], storage, self.device)
+            if largest == REFUSED:
+                refuse_priorities(flat, given[1], rows)
+            self.keep(flat, None if counts else storage)
         return stale + gone
 
     @property
     def _is_compiled(self) -> bool:
         return uses_numba(self.device) and compiled_form(self.rule, "update_loop") is not None
+
+    def _can_read(self, given: Sequence[Any], storage: Any) -> bool:
+        """Whether compiled code can read index, TD errors, stamps (if any) and masks of windows as they are."""
+        kind, rows, entries = given[1].dtype, given[1].numel(), [(each.dtype, each.shape) for each in given]
+        dtypes = [torch.int64, kind, *[torch.int64] * (len(given) % 2), torch.bool, torch.bool]
+        are_like = dtypes == [dtype for dtype, _ in entries] and kind in (torch.float32, torch.float64)
+        are_whole = [rows * storage.ndim] + [rows] * (len(given) - 1) == [each.numel() for each in given]
+        is_known = self._is_compiled and storage.ndim <= 2 and are_like and are_whole
+        return is_known and HostTensors(entries).addresses(given) is not None
 
     def _converted(
         self, index: Any, priority: Any, stamp: Tensor | None, storage: Any, ring: Ring | None, has_holes: bool
@@ -221,8 +247,8 @@ class Priorities:
         if stamp is not None:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
-            if has_holes or not self._is_compiled:
-                index, stale = storage.skip_stale(index, stamp)
+            if has_holes or not self._is_compiled or stamp.shape != td_error.shape:  # of windows
+                index, stale = storage.skip_stale(flat_rows(index, storage, self.device), stamp)
                 stamp = None
         if has_holes:
             storage.refuse_holes(index)
@@ -289,8 +315,10 @@ class Priorities:
 
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes priorities."""
-        rule, generations = self.rule, None if ring is None or ring.in_order else ring.generations
-        of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()
+        rule, generations = self.rule, 0
+        if ring is not None and ring.generations is not None and not ring.in_order:
+            generations = ring.generations.data_ptr()
+        of_ring = ring, 0 if ring is None else ring.address, generations
         numbers = rule.table.address, rule.settings.values, rule.eps, rule.min_priority, *of_ring
         if numbers != self._record[0]:
             record = _record_of(rule, storage)

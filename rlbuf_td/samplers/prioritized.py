@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -129,14 +130,17 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.assign(index, priority, storage, counts=True)
 
     def update_sampled(
-        self, index: object, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage
+        self, index: Tensor, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage, windows: Windows | None
     ) -> int | Tensor:
         """Update priorities as :meth:`update_priority` does, except those of rows that are gone; return their number.
 
-        ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates all rows.
+        ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates all rows. With ``windows``, the
+        rows are their anchors, and ``index`` and ``td_error`` are of each row of the batch.
         """
         if type(self).update_priority is Prioritized.update_priority:
-            return self.priorities.assign(index, td_error, storage, counts=True, stamp=stamp)
+            return self.priorities.assign(index, td_error, storage, counts=True, stamp=stamp, windows=windows)
+        if windows is not None:
+            index, td_error = windows.reduced(index, td_error)
         stale: int | Tensor = 0
         if stamp is not None:
             flat = flat_rows(index, storage, storage.device)

@@ -9,7 +9,7 @@ overrides a method that this reading implements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -97,6 +97,7 @@ class Reading:
 
     entries: Sequence[Named] = ()  # what is added to the batch
     window = 1  # the rows of a batch per drawn row
+    drawn: Mapping[str, Tensor] = {}  # the memory for what is drawn with each row, if a batch has that elsewhere
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         self.storage, self.rows, self.size, self.is_stamped = storage, storage.all_rows(), size, is_stamped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
@@ -14,10 +14,10 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_of, loop, record_of
-from rlbuf_td.kernels.wrappers import reduced
+from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import FLAG, BatchSlot, BatchSlots, Named, Reading
+from rlbuf_td.samplers.reading import FLAG, SCALAR, BatchSlot, BatchSlots, Named, Reading
 from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, fraction, one_of, optional, whole
@@ -33,7 +33,7 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import SchemaError, show_key
-from rlbuf_td.storages.tensordict_fast import entries_of, leaf_of
+from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict": the largest number of repeated draws until all windows fit
@@ -412,22 +412,18 @@ class SequenceSampler(SamplerWrapper):
         yield from super()._revised_keys()
         yield from (key for key in self.flag_keys if key is not None)
 
-    def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a batch's anchors and one priority per anchor. Raises ValueError if a window is incomplete."""
-        entries: list[Any] = [*map(entries_of(batch).get, ("mask", "burn_in_mask", "anchor_index"))]
-        if any(entry is None for entry in entries):
+    def anchored(self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor, Windows]:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`. Raises ValueError if a window is incomplete."""
+        mask, burn_in_mask, anchors = map(entries.get, ("mask", "burn_in_mask", "anchor_index"))
+        if mask is None or burn_in_mask is None or anchors is None:
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
-        mask, burn_in, anchors = entries
-        if td_error.shape[0] % self.window:
-            given = f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows"
+        window = self.burn_in + self.length
+        if td_error.numel() % window:
+            given = f"{td_error.numel()} TD errors are not whole windows of {window} rows"
             raise ValueError(f"{given}: update priorities with the batch as it was sampled")
-        anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window].contiguous()
-        return anchors, self._reduced(td_error, mask.reshape(-1), burn_in.reshape(-1))
-
-    def _reduced(self, td_error: Tensor, mask: Tensor, burn_in_mask: Tensor) -> Tensor:
-        """Return one TD error per window, ``[B]``, see :func:`~rlbuf_td.kernels.wrappers.reduced`."""
-        return reduced(td_error, mask, burn_in_mask, self.window, 1.0 if self.priority_rule == "max" else self.eta)
+        given = mask, burn_in_mask, window, 1.0 if self.priority_rule == "max" else self.eta
+        return anchors, td_error, tuple.__new__(Windows, given)  # pyrefly: ignore [bad-specialization]  # as in law_of
 
     def update_priority(self, index: object, priority: object, *, storage: Storage | None = None) -> None:
         """Set the priority of each window's first row after burn-in.
@@ -442,8 +438,10 @@ class SequenceSampler(SamplerWrapper):
                 rows = flat.view(-1, self.window)
                 learned = self._learned(rows, storage)
                 if learned is not None:
-                    index = rows[:, self.burn_in]
-                    priority = self._reduced(priority.reshape(-1), learned.view(-1), torch.zeros_like(learned.view(-1)))
+                    anchors = rows[:, self.burn_in, None].expand_as(rows)
+                    entries = {"mask": learned, "burn_in_mask": torch.zeros_like(learned), "anchor_index": anchors}
+                    *errors, windows = SequenceSampler.anchored(self, entries, anchors, priority)
+                    index, priority = windows.reduced(*errors)
         super().update_priority(index, priority, storage=storage)
 
     def _learned(self, rows: Tensor, storage: Storage) -> Tensor | None:
@@ -484,7 +482,12 @@ class _WindowReading(Reading):
         adds_init = wrapper.across_episodes and init_key not in self.rows.layout.places
         added: list[Named] = [(init_key[0], (torch.bool, torch.Size([1])))] if adds_init else []
         masks: list[Named] = [("mask", FLAG), ("burn_in_mask", FLAG)]
-        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added]
+        drawn = wrapper.innermost.drawn_entries if self.window > 1 and wrapper.fill() is not None else ()
+        per_row: list[Named] = [(name, (dtype, SCALAR)) for name, dtype in drawn]
+        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added, *per_row]
+        self.drawn = {name: torch.zeros(count, dtype=dtype, device="cpu") for name, dtype in drawn}
+        described = [(each.data_ptr(), each.itemsize, self.target_of(name)) for name, each in self.drawn.items()]
+        self.described = np.array(described, np.int64).reshape(-1, 3)
         targets = {name: self.target_of(name) for name in ("mask", "burn_in_mask", "anchor_index")}
         self.flags, self.bounds = self.targets_of(wrapper.flag_keys), np.zeros((count, 2), np.int64)
         if adds_init:
@@ -492,6 +495,7 @@ class _WindowReading(Reading):
         shape = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in}
         kind = {"shifts": wrapper.boundary == "shift", "across": wrapper.across_episodes, "adds_init": adds_init}
         memory = {"flags": self.flags.ctypes.data, "bounds": self.bounds.ctypes.data}
+        memory |= {"entries": len(self.described), "drawn": self.described.ctypes.data}
         self.windows = record_of(WINDOWS, **shape, **kind, **memory, **targets)
         self.windows_at = self.windows.ctypes.data
         self.expand, self.mark_ends = loop("wrappers.cpu", "expand"), loop("wrappers.cpu", "mark_ends")

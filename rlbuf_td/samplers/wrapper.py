@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
+from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
     StatefulSampler,
     refuse_disorder,
@@ -216,9 +217,14 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             batch.names = [*batch.names[:-1], self.time_dim_name]
         return batch
 
-    def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows whose priorities a batch updates, and one TD error per returned row."""
-        return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
+    def anchored(
+        self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor
+    ) -> tuple[Tensor, Tensor, Windows | None]:
+        """Return the rows whose priorities a batch with these entries updates, and one TD error per returned row.
+
+        With windows, both are still those of each row of the batch: the window's anchor, and the row's TD error.
+        """
+        return (index, td_error, None) if self._inner is None else self._inner.anchored(entries, index, td_error)
 
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")

@@ -23,11 +23,11 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler, untraced
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
-from rlbuf_td.kernels.serials import REVISION, WRITTEN
+from rlbuf_td.kernels.serials import EPISODES_DUE, REVISION, WRITTEN
 from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
-from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes, refuse_inner
+from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes, refuse_inner
 from rlbuf_td.storages.indexing import coordinates, flat_rows
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
@@ -385,13 +385,15 @@ class PackedStorage(LazyTensorStorage):
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
         """
-        self._take_edits()
-        if not self.in_time_order:
+        if self.rows is not None and self.rows.exported.take_edits():
+            self._bump_mutation_revision()
+        ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
+        if not ring.in_order:
             raise ValueError(f"a look-up of episodes needs rows in time order, and {OUT_OF_ORDER}")
-        if self.episodes is None:
-            Episodes(self.all_rows(), self._ring, self.episode_keys)  # raises an error
-        episodes = cast("Episodes", self.episodes)
-        episodes.refresh()
+        if episodes is None:
+            episodes = Episodes(self.all_rows(), ring, self.episode_keys)  # raises an error
+        if ring.numbers[EPISODES_DUE] != CURRENT:
+            episodes.refresh()
         return episodes
 
     # TorchRL also sets these attributes; the ring replaces them.

@@ -194,9 +194,9 @@ BREAKS = [
     ),
     Break(
         "TD errors of the burn-in count",
-        "kernels/wrappers/cpu.py",
-        "if load(mask + at, np.uint8) and not load(burn_in_mask + at, np.uint8):",
-        "if load(mask + at, np.uint8):",
+        "kernels/batch/cpu.py",
+        "if load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8):",
+        "if load(of.mask + at, np.uint8):",
         "tests/test_composition.py -k sequence",
     ),
     Break(

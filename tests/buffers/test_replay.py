@@ -351,8 +351,8 @@ class ReadsItself(PackedStorage):
 
 
 class OwnAnchors(NStepSampler):
-    def anchored(self, batch: Any, index: Any, td_error: torch.Tensor) -> Any:
-        return index, 2 * td_error
+    def anchored(self, entries: Any, index: Any, td_error: torch.Tensor) -> Any:
+        return index, 2 * td_error, None
 
 
 def options() -> dict[str, ReplayBuffer]:

@@ -31,6 +31,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.storages.tensordict_fast import folded
+from tests.backends import forced
 from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.model import Model, Recipe, Row, World
 from tests.statistics import assert_follows
@@ -207,18 +208,38 @@ def test_batches_have_the_windows_of_flat_batches(cls, lanes, boundary, device):
         assert batch.names == [None, "time"] or cls is TensorDictReplayBuffer
 
 
-def test_priorities_are_those_of_flat_batches():
+ERRORS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda error: error,
+    torch.Tensor.double,
+    torch.Tensor.half,
+    lambda error: error[..., None],
+    lambda error: torch.stack((error, 2 * error), -1),
+    lambda error: torch.stack((error, error), -1)[..., 0],
+    lambda error: error.clone().requires_grad_(),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"priority": "mix", "eta": 0.3}, {"boundary": "shift"}], ids=str)
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_priorities_are_those_of_the_torch_form_for_errors_of_any_kind(lanes, options):
     found = []
-    for layout in ("flat", "batch_time"):
-        rb = of_steps(ReplayBuffer, 2, ProportionalSampler(STEPS * 2), output_layout=layout)
-        for turn in range(4):
-            torch.manual_seed(turn)
-            batch = rb.sample()
-            batch["td_error"] = torch.sin(batch["x"].sum(-1))
-            rb.update_tensordict_priority(batch)
-        found.append(rb.sampler.priority(torch.arange(STEPS * 2)))
-    assert torch.equal(*found)
-    assert len(found[0].unique()) > 10
+    for backend, layout in (("torch", "flat"), ("numba", "flat"), ("numba", "batch_time")):
+        with forced(cast("Any", backend)):
+            rb = of_steps(ReplayBuffer, lanes, ProportionalSampler(STEPS * lanes), output_layout=layout, **options)
+            for turn, kind in enumerate(ERRORS * 3):
+                torch.manual_seed(turn)
+                batch = rb.sample()
+                batch["td_error"] = kind(torch.sin(9 * batch["x"].sum(-1)))
+                if turn >= 2 * len(ERRORS):
+                    batch = batch.exclude("sampled_at")
+                rb.extend(steps(lanes)[..., : 1 + turn % 5])
+                rb.update_tensordict_priority(batch)
+            found.append((rb.sampler.priority(torch.arange(STEPS * lanes)), rb.health()["stale_updates"]))
+    (expected, stale), *others = found
+    for priority, count in others:
+        assert torch.equal(priority, expected)
+        assert count == stale > 0
+    assert len(expected.unique()) > 10
 
 
 def test_states_are_written_back_from_windows():

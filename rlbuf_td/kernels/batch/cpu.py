@@ -8,6 +8,8 @@ Args:
     live: number of rows that hold data.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray
 
@@ -110,36 +112,80 @@ def put_report(batch, index, targets, first, last):
             store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
 
-@inlined
-def _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, magnitude):
-    """Write the rows to update, -1 for those that are gone, to ``row``, and ``|td_error|``, within its bounds, beside.
+class Updates(NamedTuple):
+    """The rows of an update; numbers without a comment are addresses.
 
-    Return the number of rows that are gone since they were sampled, or -1 if a lane is out of range.
+    The rows may be the anchors of windows of ``every`` rows: indices, TD errors and stamps are then those of a batch,
+    and a row of a window counts as :class:`~rlbuf_td.kernels.wrappers.Windows` says.
     """
+
+    index: int  # flat indices, or coordinates; a negative one is skipped
+    td_error: int
+    stamp: int  # rows that are gone since they got their stamp are skipped; 0: there are no stamps
+    mask: int  # 0: there are no windows, and ``every`` is 1
+    burn_in_mask: int
+    every: int  # a number
+    eta: float
+    in_pairs: bool  # whether the index has coordinates
+    is_double: bool  # whether TD errors are float64, not float32
+    count: int  # the number of rows
+    written: int  # the number of cells that hold rows
+    counts: bool  # whether TD errors can raise the number at ``UPDATE.largest``
+
+
+@inlined
+def _size_at(of, at):
+    if of.is_double:
+        return abs(load(of.td_error + 8 * at, np.float64))
+    return abs(np.float64(load(of.td_error + 4 * at, np.float32)))
+
+
+@inlined
+def _size_of(of, begin):
+    """Return ``|td_error|`` of a row, or of a window."""
+    if not of.mask:
+        return _size_at(of, begin)
+    largest, total, learned = 0.0, 0.0, 0
+    for at in range(begin, begin + of.every):
+        if load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8):
+            largest = max(largest, _size_at(of, at))
+            total += _size_at(of, at)
+            learned += 1
+    # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
+    return of.eta * largest + (1.0 - of.eta) * (total / max(learned, 1))
+
+
+@inlined
+def _listed(given, of):
+    """Return the rows to update, -1 for those that are gone, their ``|td_error|`` within its bounds, and how many are
+    gone since they were sampled, or -1 if a lane is out of range.
+    """
+    row, magnitude = np.empty(of.count, np.int64), np.empty(of.count, np.float32)
     lanes, stale = max(given.lanes, 1), 0
-    for i in range(len(row)):
-        found = load(td_error + 8 * i, np.float64) if is_double else np.float64(load(td_error + 4 * i, np.float32))
-        size = given.least if abs(found) < given.least else abs(found)  # NaN stays
+    for i in range(of.count):
+        at = of.every * i
+        size = _size_of(of, at)
+        size = given.least if size < given.least else size  # NaN stays
         magnitude[i] = np.float32(min(size, LARGEST_MAGNITUDE) if np.isfinite(size) else size)
-        if not in_pairs:
-            row[i] = load(index + 8 * i, np.int64)
+        if not of.in_pairs:
+            row[i] = load(of.index + 8 * at, np.int64)
             continue
-        step, lane = load(index + 16 * i, np.int64), load(index + 16 * i + 8, np.int64)
+        step, lane = load(of.index + 16 * at, np.int64), load(of.index + 16 * at + 8, np.int64)
         if step >= 0 and (lane < 0 or lane >= lanes):
-            return -1
+            return row, magnitude, -1
         row[i] = step * lanes + lane if step >= 0 else -1
-    if stamp:  # otherwise, no row counts as gone
+    if of.stamp:  # otherwise, no row counts as gone
         head, cells = head_at(given.serials, lanes), given.steps * lanes
-        for i in range(len(row)):
+        for i in range(of.count):
             if row[i] < 0 or row[i] >= cells:
                 continue
-            own = load(stamp + 8 * every * i, np.int64)
-            if every > 1:  # that of the first row of a window, which lies in the lane of its anchor
+            own = load(of.stamp + 8 * of.every * i, np.int64)
+            if of.every > 1:  # that of the first row of a window, which lies in the lane of its anchor
                 own += (row[i] // lanes - own) % given.steps
-            if is_stale(given, head, row[i], own, written):
+            if is_stale(given, head, row[i], own, of.written):
                 row[i] = -1
                 stale += 1
-    return stale
+    return row, magnitude, stale
 
 
 @inlined
@@ -151,34 +197,28 @@ def _raise_largest(given, counts, largest):
 
 
 @kernel
-def update_proportional(
-    address, index, td_error, stamp, every, in_pairs: bool, is_double: bool, count, written, counts: bool
-):
-    """Update the priorities of ``count`` rows; return the largest ``|td_error|`` or ``REFUSED``, and how many are gone.
+def update_proportional(address, of: Updates):
+    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and the number of rows that are gone.
 
-    ``address`` is that of an ``UPDATE`` record. The rows at ``index`` are flat indices or, ``in_pairs``, coordinates;
-    an index of -1 is skipped, and so is a row that is gone since it got its stamp. The stamps at ``stamp`` (0:
-    none) are those of windows of ``every`` rows. If ``counts``, TD errors can raise the number at ``UPDATE.largest``.
+    ``address`` is that of an ``UPDATE`` record.
     """
     given = carray(pointer(address), 1, UPDATE)[0]
-    row, magnitude = np.empty(count, np.int64), np.empty(count, np.float32)
-    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, magnitude)
+    row, magnitude, stale = _listed(given, of)
     if stale < 0:
         return REFUSED, 0
     tree, alpha = carray(pointer(given.table), 1, TREE), load(given.weighed_alpha, np.float64)
-    return _raise_largest(given, counts, update_tree(tree, row, magnitude, written, alpha, given.eps)), stale
+    return _raise_largest(given, of.counts, update_tree(tree, row, magnitude, of.written, alpha, given.eps)), stale
 
 
 @kernel
-def update_rank(address, index, td_error, stamp, every, in_pairs: bool, is_double: bool, count, written, counts: bool):
+def update_rank(address, of: Updates):
     """Update magnitudes; see :func:`update_proportional`."""
     given = carray(pointer(address), 1, UPDATE)[0]
-    row, magnitude = np.empty(count, np.int64), np.empty(count, np.float32)
-    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, magnitude)
+    row, magnitude, stale = _listed(given, of)
     if stale < 0:
         return REFUSED, 0
     order = carray(pointer(given.table), 1, ORDER)
-    return _raise_largest(given, counts, update_order(order, row, magnitude, written)), stale
+    return _raise_largest(given, of.counts, update_order(order, row, magnitude, of.written)), stale
 
 
 @inlined

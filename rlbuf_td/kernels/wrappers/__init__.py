@@ -5,7 +5,6 @@ The results equal those of the loops, bit for bit.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Spans
-from rlbuf_td.kernels.host_memory import HostTensors, address_of, to_device
+from rlbuf_td.kernels.host_memory import address_of, to_device
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -67,36 +66,28 @@ def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
     return terms.cumsum(1)[:, -1].to(reward.dtype)
 
 
-@lru_cache(maxsize=8)
-def _windows_of(dtype: torch.dtype, rows: torch.Size) -> HostTensors:
-    """Recognize the arguments of :func:`reduced`."""
-    return HostTensors([(dtype, rows), (torch.bool, rows), (torch.bool, rows)])
+class Windows(NamedTuple):
+    """Which TD errors of the windows in a batch set the priorities of the windows' anchors."""
 
+    mask: Tensor  # ``[B * L]`` or ``[B, L]`` bool, as the next one: a row counts if it is True
+    burn_in_mask: Tensor  # and this one False
+    length: int  # L
+    eta: float  # the weight of the largest magnitude
 
-def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, eta: float) -> Tensor:
-    """Return ``eta * max + (1 - eta) * mean`` of the magnitudes in each window, ``[B]``, in the errors' dtype.
+    def reduced(self, anchors: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the anchor of each window, and ``eta * max + (1 - eta) * mean`` of its magnitudes in their dtype.
 
-    Only rows of a window count for which ``mask``, ``[B * L]`` bool, is True and ``burn_in_mask`` False; a window
-    without such rows has the magnitude 0.
-    """
-    rows = td_error.shape
-    is_float = td_error.dtype is torch.float32 or td_error.dtype is torch.float64
-    given = _windows_of(td_error.dtype, rows) if is_float and backend_of(td_error) == "numba" else None
-    places = None if given is None else given.addresses((td_error, mask, burn_in_mask))
-    if places is not None:
-        found = torch.empty(rows[0] // window, dtype=td_error.dtype, device="cpu")
-        reduce, is_double = loop("wrappers.cpu", "reduce_windows"), td_error.dtype is torch.float64
-        reduce(*places, is_double, len(found), window, float(eta), found.data_ptr())
-        return found
-    learned = mask & ~burn_in_mask
-    magnitude = torch.where(learned, td_error.abs(), 0).view(-1, window)
-    largest = magnitude.amax(1)
-    if eta == 1.0:
-        return largest
-    total = magnitude.to(torch.float64).cumsum(1)[:, -1]  # added in the order of the loop: the results are equal
-    mean = total / learned.view(-1, window).sum(1).clamp(min=1)
-    mixed = eta * largest.to(torch.float64) + (1 - eta) * mean
-    return mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
+        ``anchors`` has that of each row of a batch. A window without rows that count has the magnitude 0.
+        """
+        anchors = anchors.reshape(-1, *anchors.shape[self.mask.ndim :])[:: self.length].contiguous()
+        learned = (self.mask & ~self.burn_in_mask).reshape(-1, self.length)
+        magnitude = torch.where(learned, td_error.reshape(-1, self.length).abs(), 0)
+        largest = magnitude.amax(1)
+        if self.eta == 1.0:
+            return anchors, largest
+        total = magnitude.to(torch.float64).cumsum(1)[:, -1]  # added in the order of the loop: the results are equal
+        mixed = self.eta * largest.to(torch.float64) + (1 - self.eta) * (total / learned.sum(1).clamp(min=1))
+        return anchors, mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:

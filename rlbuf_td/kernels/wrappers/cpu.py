@@ -287,7 +287,8 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     """Write the rows of the window around each row at address ``anchors`` to address ``flat``, and their masks.
 
     A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it. Places outside the trajectory
-    repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier.
+    repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier. What
+    has been drawn with an anchor is copied for each row of its window.
     """
     windows = _windows_at(windows)
     of, length, burn_in, count = numbers_at(episodes), windows.length, windows.burn_in, windows.count
@@ -318,6 +319,11 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
                 store(index + 16 * at + 8, lane, np.int64)
             else:
                 store(index + 8 * at, anchor[i], np.int64)
+    drawn = carray(pointer(windows.drawn), (windows.entries, 3), np.int64)
+    for entry in range(windows.entries):
+        source, width, target = drawn[entry, 0], drawn[entry, 1], load(targets + 8 * drawn[entry, 2], np.int64)
+        for at in range(count * window):
+            copy_few(target + at * width, source + at // window * width, width)
     return True
 
 
@@ -349,25 +355,6 @@ def _mark_first_steps(of, windows, flat, target, width):
         if begins or windows.adds_init:
             for feature in range(width):
                 store(target + at * width + feature, begins, np.bool_)
-
-
-@kernel
-def reduce_windows(td_error, mask, burn_in_mask, is_double: bool, count, window, eta: float, out):
-    """Implement :func:`rlbuf_td.kernels.wrappers.reduced`."""
-    for i in range(count):
-        largest, total, learned = 0.0, 0.0, 0
-        for at in range(i * window, (i + 1) * window):
-            if load(mask + at, np.uint8) and not load(burn_in_mask + at, np.uint8):
-                value = load(td_error + 8 * at, np.float64) if is_double else load(td_error + 4 * at, np.float32)
-                largest = max(largest, abs(np.float64(value)))
-                total += abs(np.float64(value))
-                learned += 1
-        # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
-        error = eta * largest + (1.0 - eta) * (total / max(learned, 1))
-        if is_double:
-            store(out + 8 * i, error, np.float64)
-        else:
-            store(out + 4 * i, np.float32(error), np.float32)
 
 
 @kernel

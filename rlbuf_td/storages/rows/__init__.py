@@ -174,19 +174,17 @@ class ExportedViews:
     def tensor(self) -> torch.Tensor:
         alias = self._alias
         if alias is None or alias.data_ptr() != self._matrix.data_ptr():
-            self._version = -1 if self._is_edited() else 0
+            self._version = -1 if alias is not None and alias._version != self._version else 0
             alias = self._alias = alias_of(self._matrix)
             self._entries = None
         return alias
 
-    def _is_edited(self) -> bool:
-        return self._alias is not None and self._alias._version != self._version
-
     def take_edits(self) -> bool:
         """Whether the rows were edited in place, through these views, since the last call."""
-        if not self._is_edited():
+        alias = self._alias
+        if alias is None or alias._version == self._version:
             return False
-        self._version = self._alias._version  # pyrefly: ignore [missing-attribute]
+        self._version = alias._version
         return True
 
     def write_back(self) -> None:
