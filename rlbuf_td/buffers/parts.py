@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -22,10 +22,6 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import TimeWriter, keeps_order
-
-#: The index of rows whose priorities a batch updates, their TD errors, the batch's stamps, and its windows, if it has
-#: some: index and TD errors are then not reduced to those of anchors, see :meth:`SamplerWrapper.anchored`.
-Errors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Windows | None]
 
 
 class Parts(NamedTuple):
@@ -89,8 +85,12 @@ class Parts(NamedTuple):
             return "cannot be combined with track_generations, which counts whole time steps"
         return ""
 
-    def errors_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Errors:
-        """Return what a batch updates; ``dims`` is the number of the batch dims of ``data``."""
+    def errors_of(
+        self, data: TensorDictBase, dims: int, key: NestedKey
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Windows | None]:
+        """Return the index of the rows whose priorities a batch with ``dims`` batch dims updates, their TD errors, the
+        batch's stamps, and its windows, see :meth:`SamplerWrapper.anchored`.
+        """
         entries, sampler = entries_of(data), self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")

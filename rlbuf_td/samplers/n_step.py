@@ -219,7 +219,7 @@ class _RevisedSteps(_JoinedReading):
         """Make the memory for the rows of all steps."""
         n, self.n = self.wrapper.n_steps, 0  # 0 until all memory is there: otherwise, the next call tries again
         self.inner = cast("Reading", reading_of(self.wrapper.sampler, self.storage, self.size * n, False))
-        self.slots_of_steps = self.inner.slots()
+        self.slots_of_steps = BatchSlots(self.rows.layout, self.inner.named(), self.inner.size)
         self.listed = torch.zeros(self.size * n, dtype=torch.int64, device="cpu")
         self.n = n
 

@@ -9,7 +9,6 @@ from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -98,19 +97,6 @@ class PriorityRule(ABC):
         """Copy the magnitudes of the first ``len(magnitude)`` rows into the table."""
 
 
-def _record_of(rule: PriorityRule, storage: Storage | None) -> np.ndarray:
-    """Return an ``UPDATE`` record: what compiled code reads of a sampler and its storage."""
-    at, ring = addressof(rule.settings.values), getattr(storage, "ring", None)
-    fields: dict[str, float] = {"table": rule.table.address, "eps": rule.eps, "first": rule.first}
-    fields |= {"least": rule.min_priority, "largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
-    fields |= {"alpha": at + 8 * ALPHA if rule.weighs_rows else 0}
-    if storage is not None and ring is not None:
-        fields |= {"serials": ring.address, "steps": ring.steps, "lanes": ring.lanes if storage.ndim > 1 else 0}
-        if not ring.in_order and ring.generations is not None:
-            fields["generations"] = ring.generations.data_ptr()
-    return record_of(UPDATE, **fields)
-
-
 def _are_pairs(index: Any, device: torch.device) -> bool:
     is_like = type(index) is Tensor and index.dtype is torch.int64 and index.device == device
     return is_like and index.ndim == 2 and index.shape[1] == 2
@@ -128,7 +114,7 @@ class Priorities:
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
         self._inputs = HostTensors([])  # recognizes tensors like those of the last update
-        self._record: tuple[Any, ...] = (), None, 0  # what compiled code reads; see `_record_of`
+        self._record: tuple[Any, ...] = (), None, 0  # what compiled code reads; see `record_at`
         rule.table = rule.make(capacity, self.device)
 
     @property
@@ -315,13 +301,18 @@ class Priorities:
 
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes priorities."""
-        rule, generations = self.rule, 0
+        rule, serials, generations = self.rule, 0 if ring is None else ring.address, 0
         if ring is not None and ring.generations is not None and not ring.in_order:
             generations = ring.generations.data_ptr()
-        of_ring = ring, 0 if ring is None else ring.address, generations
-        numbers = rule.table.address, rule.settings.values, rule.eps, rule.min_priority, *of_ring
+        numbers = rule.table.address, rule.settings.values, rule.eps, rule.min_priority, ring, serials, generations
         if numbers != self._record[0]:
-            record = _record_of(rule, storage)
+            at = addressof(rule.settings.values)
+            fields: dict[str, float] = {"table": rule.table.address, "eps": rule.eps, "least": rule.min_priority}
+            fields |= {"first": rule.first, "largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
+            fields |= {"alpha": at + 8 * ALPHA if rule.weighs_rows else 0, "serials": serials}
+            if storage is not None and ring is not None:
+                fields |= {"steps": ring.steps, "lanes": ring.lanes if storage.ndim > 1 else 0}
+            record = record_of(UPDATE, generations=generations, **fields)
             self._record = numbers, record, record.ctypes.data  # at once: an interrupt may come
         return self._record[2]
 

@@ -134,9 +134,6 @@ class Reading:
         found = [(places[key], sizes[places[key]]) if key in places else (0, 0) for key in keys]
         return np.array(found, np.int64).reshape(-1, 2)
 
-    def slots(self) -> BatchSlots:
-        return BatchSlots(self.rows.layout, self.named(), self.size)
-
     def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
         """Fill a batch with the rows ``flat``, ``[size]``; return False if one is not below ``live``.
 
