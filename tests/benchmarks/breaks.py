@@ -195,8 +195,8 @@ BREAKS = [
     Break(
         "TD errors of the burn-in count",
         "kernels/batch/cpu.py",
-        "if load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8):",
-        "if load(of.mask + at, np.uint8):",
+        "(load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8)):",
+        "load(of.mask + at, np.uint8):",
         "tests/test_composition.py -k sequence",
     ),
     Break(

@@ -122,7 +122,7 @@ class Updates(NamedTuple):
     index: int  # flat indices, or coordinates; a negative one is skipped
     td_error: int
     stamp: int  # rows that are gone since they got their stamp are skipped; 0: there are no stamps
-    mask: int  # 0: there are no windows, and ``every`` is 1
+    mask: int  # 0: there are no windows; ``every`` and ``eta`` are then 1
     burn_in_mask: int
     every: int  # a number
     eta: float
@@ -134,22 +134,14 @@ class Updates(NamedTuple):
 
 
 @inlined
-def _size_at(of, at):
-    if of.is_double:
-        return abs(load(of.td_error + 8 * at, np.float64))
-    return abs(np.float64(load(of.td_error + 4 * at, np.float32)))
-
-
-@inlined
 def _size_of(of, begin):
     """Return ``|td_error|`` of a row, or of a window."""
-    if not of.mask:
-        return _size_at(of, begin)
     largest, total, learned = 0.0, 0.0, 0
     for at in range(begin, begin + of.every):
-        if load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8):
-            largest = max(largest, _size_at(of, at))
-            total += _size_at(of, at)
+        if not of.mask or (load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8)):
+            found = load(of.td_error + 8 * at, np.float64) if of.is_double else load(of.td_error + 4 * at, np.float32)
+            largest = max(largest, abs(np.float64(found)))
+            total += abs(np.float64(found))
             learned += 1
     # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
     return of.eta * largest + (1.0 - of.eta) * (total / max(learned, 1))
