@@ -539,7 +539,7 @@ def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
     assert keys == set(rows[0]), f"unlike keys: {keys ^ set(rows[0])}"
     assert batch.batch_size == (len(rows),)
     for key in keys:
-        found, wanted = batch[key], torch.tensor([row[key] for row in rows])
+        found, wanted = batch[key].cpu(), torch.tensor([row[key] for row in rows])
         if key in (("index",), ("anchor_index",)) and found.ndim == 1:
             wanted = wanted[:, 0]
         assert found.shape == wanted.shape, f"{key}: {found.shape}, expected {wanted.shape}"

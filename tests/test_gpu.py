@@ -29,7 +29,7 @@ from rlbuf_td import (
     functional,
 )
 from tests import test_composition as composition
-from tests.catalogue import SAMPLERS, SCHEMAS, Schema, assert_same, transitions
+from tests.catalogue import SAMPLERS, SCHEMAS, Schema, assert_same, copied, transitions
 from tests.catalogue import numbered_rows as data
 from tests.samplers.test_training_loops import NEVER_WAIT, loop
 from tests.test_composition import FILLS, RECIPES
@@ -155,7 +155,7 @@ def test_a_mixture_and_its_members_learn_on_a_gpu(name, where):
 def test_bad_rows_are_refused_on_a_gpu_and_change_nothing():
     rb = ReplayBuffer(storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32)
     rb.extend(data(60))
-    before = rb[:].clone()
+    before = copied(rb[:])
     for bad in (data(3).exclude("x"), data(3).to(torch.float64).apply(lambda leaf: leaf.double())):
         with pytest.raises((KeyError, TypeError, ValueError)):
             rb.extend(bad.to(GPU))

@@ -244,6 +244,10 @@ class ReplayBufferMixture:
         return batch
 
     def _joined(self, parts: dict[str, MemberRows]) -> TensorDictBase:
+        devices = {name: str(part.rows["index"].device) for name, part in parts.items()}
+        if len({*devices.values()}) > 1:
+            remedy = "keep their rows on one device, or give members device="
+            raise ValueError(f"the batches of members are on different devices, {devices}: {remedy}")
         is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = largest_normalizer(self.members, {name: part.normalizer for name, part in parts.items()})

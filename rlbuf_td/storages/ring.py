@@ -91,7 +91,7 @@ class Ring:
         if self.dirty != IDLE or (self.tail[self.count == 0] % self.steps).any():
             raise AssertionError(f"tail {self.tail} and written {self.written} are those of a write, {self.dirty}")
         if not self.in_order and self.generations is not None:
-            live = self.cells_by_age()
+            live = self.cells_by_age().to(self.generations.device)
             found, slot, written = self.generations[live], live // self.lanes, torch.from_numpy(self.written)
             if ((found % self.steps != slot) | (found >= written.to(live.device)[live % self.lanes])).any():
                 raise AssertionError(f"generations {found.tolist()} do not fit slots {slot.tolist()}")

@@ -485,6 +485,14 @@ def test_weights_are_of_the_moment_of_the_draw(device):
     assert mixed.sample()["priority_weight"].tolist() == [1.0] * 8
 
 
+def test_members_on_different_devices_are_refused():
+    elsewhere = ReplayBuffer(storage=PackedStorage(50, device="meta"), batch_size=8)
+    elsewhere.extend(numbered(0)[:])
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": elsewhere}, HALF, batch_size=8)
+    with pytest.raises(ValueError, match=r"different devices, .*'other': 'meta'.*: keep their rows on one device"):
+        mixed.sample()
+
+
 def test_sequences_of_other_lengths_and_lanes_are_mixed():
     members = {"one": windows(2, 0), "other": windows(4, 3)}
     mixed = ReplayBufferMixture(members, HALF, batch_size=16, exact=False)
