@@ -25,7 +25,7 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import refuse_disorder, refuse_taken, reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import SCALAR, BatchSlots, Named, Reading
+from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
@@ -146,16 +146,15 @@ class CompiledPlan(Plan):
     """Lets a reading gather the drawn rows; with lanes, the index in the report is ``[B, 2]``, as in the batch.
 
     A sampler can have a method ``draw_into(storage, live, flat, report, scratch)``, the form of ``draw`` for memory on
-    the CPU: it writes the rows to ``flat``, ``[B]``, and its :attr:`drawn_entries` to the tensors in ``report``;
-    ``live`` is :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch, because a learner's step
-    evicts torch's code from the caches.
+    the CPU: it writes the rows to ``flat``, ``[B]``, and, if it is prioritized, their weights to the tensor in
+    ``report``; ``live`` is :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch, because a
+    learner's step evicts torch's code from the caches.
     """
 
     def __init__(self, storage: PackedStorage, sampler: Sampler, reading: Reading, count: int) -> None:
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
         self.draw_into = compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
-        self.entries = [] if self.draw_into is None else self.innermost.drawn_entries
         self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.draw_rows
         #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
         self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
@@ -229,8 +228,9 @@ class CompiledPlan(Plan):
         return found
 
     def _memory_of(self, reading: Reading, count: int) -> _Memory:
-        in_batch: list[Named] = [] if reading.drawn else [(name, (dtype, SCALAR)) for name, dtype in self.entries]
-        slots = BatchSlots(reading.rows.layout, [*reading.named(), *in_batch], reading.size, self.is_complete)
+        is_weighted = self.is_stamped and self.draw_into is not None and not reading.drawn
+        named = [*reading.named(), *[WEIGHT] * is_weighted]
+        slots = BatchSlots(reading.rows.layout, named, reading.size, self.is_complete)
         rows = torch.zeros(count, dtype=torch.int64, device="cpu") if reading.lanes or reading.window > 1 else None
         return _Memory(reading, slots, rows, torch.zeros(count, dtype=torch.float64, device="cpu"))
 

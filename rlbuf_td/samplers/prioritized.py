@@ -40,7 +40,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
 
     report_keys = frozenset({"priority_weight", SAMPLED_AT})
-    drawn_entries: ClassVar = (("priority_weight", torch.float32),)  # what `draw_into` fills besides the rows
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))

@@ -32,6 +32,7 @@ _CPU = torch.device("cpu")
 SCALAR = torch.Size([])
 FLAG: Entry = torch.bool, SCALAR
 Named: TypeAlias = tuple[str, Entry]  # an entry of a batch besides the leaves, with its dtype and its shape per row
+WEIGHT: Named = "priority_weight", (torch.float32, SCALAR)
 
 
 class BatchSlot(NamedTuple):
@@ -97,7 +98,7 @@ class Reading:
 
     entries: Sequence[Named] = ()  # what is added to the batch
     window = 1  # the rows of a batch per drawn row
-    drawn: Mapping[str, Tensor] = {}  # the memory for what is drawn with each row, if a batch has that elsewhere
+    drawn: Mapping[str, Tensor] = {}  # the weights of the drawn rows, if not those of a batch's rows
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         self.storage, self.rows, self.size, self.is_stamped = storage, storage.all_rows(), size, is_stamped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,8 +68,6 @@ class RowSampler(StatefulSampler):
         >>> rb.sampler.state_dict()
         {'least': 2.0}
     """
-
-    drawn_entries: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # see :class:`CompiledPlan`
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int) -> Tensor | tuple[Tensor, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_o
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import FLAG, SCALAR, BatchSlot, BatchSlots, Named, Reading
+from rlbuf_td.samplers.reading import FLAG, WEIGHT, BatchSlot, BatchSlots, Named, Reading
 from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, fraction, one_of, optional, whole
@@ -482,20 +482,18 @@ class _WindowReading(Reading):
         adds_init = wrapper.across_episodes and init_key not in self.rows.layout.places
         added: list[Named] = [(init_key[0], (torch.bool, torch.Size([1])))] if adds_init else []
         masks: list[Named] = [("mask", FLAG), ("burn_in_mask", FLAG)]
-        drawn = wrapper.innermost.drawn_entries if self.window > 1 and wrapper.fill() is not None else ()
-        per_row: list[Named] = [(name, (dtype, SCALAR)) for name, dtype in drawn]
-        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added, *per_row]
-        self.drawn = {name: torch.zeros(count, dtype=dtype, device="cpu") for name, dtype in drawn}
-        described = [(each.data_ptr(), each.itemsize, self.target_of(name)) for name, each in self.drawn.items()]
-        self.described = np.array(described, np.int64).reshape(-1, 3)
-        targets = {name: self.target_of(name) for name in ("mask", "burn_in_mask", "anchor_index")}
+        is_weighted = is_stamped and self.window > 1 and wrapper.fill() is not None
+        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added, *[WEIGHT] * is_weighted]
+        weight = torch.zeros(count, dtype=torch.float32, device="cpu")
+        self.drawn = {"priority_weight": weight} if is_weighted else {}
+        targets = {name: self.target_of(name) for name in ("mask", "burn_in_mask", "anchor_index", *self.drawn)}
         self.flags, self.bounds = self.targets_of(wrapper.flag_keys), np.zeros((count, 2), np.int64)
         if adds_init:
             self.flags[0] = self.target_of(init_key[0]), 1
         shape = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in}
         kind = {"shifts": wrapper.boundary == "shift", "across": wrapper.across_episodes, "adds_init": adds_init}
         memory = {"flags": self.flags.ctypes.data, "bounds": self.bounds.ctypes.data}
-        memory |= {"entries": len(self.described), "drawn": self.described.ctypes.data}
+        memory["weight"] = weight.data_ptr() if is_weighted else 0
         self.windows = record_of(WINDOWS, **shape, **kind, **memory, **targets)
         self.windows_at = self.windows.ctypes.data
         self.expand, self.mark_ends = loop("wrappers.cpu", "expand"), loop("wrappers.cpu", "mark_ends")

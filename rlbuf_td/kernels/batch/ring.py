@@ -35,14 +35,13 @@ UPDATE = np.dtype(
 #: go on across the ends of episodes, and ``adds_init`` if the rows then have no flag "is_init". ``bounds`` points to
 #: scratch memory, ``[count, 2]`` int64, for the places of the first and the last row of the trajectory in each window,
 #: and ``flags`` to the numbers of targets and the sizes of the flags "is_init", truncated and done, ``[3, 2]`` int64; a
-#: size of 0 means that a flag is not stored. ``drawn`` points to ``[entries, 3]`` int64: the address of what has been
-#: drawn with each window, the bytes of an item, and the number of the target to which it is copied for each row of the
-#: window. The other fields are numbers of targets.
+#: size of 0 means that a flag is not stored. ``weight`` points to the weights of the anchors, float32, if it is not 0.
+#: The other fields are numbers of targets.
 WINDOWS = np.dtype([
     (name, np.int64)
     for name in (
-        *("count", "length", "burn_in", "shifts", "across", "adds_init", "bounds", "flags", "entries", "drawn"),
-        *("mask", "burn_in_mask", "anchor_index"),
+        *("count", "length", "burn_in", "shifts", "across", "adds_init", "bounds", "flags", "weight"),
+        *("mask", "burn_in_mask", "anchor_index", "priority_weight"),
     )
 ])  # fmt: skip
 

@@ -287,8 +287,8 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     """Write the rows of the window around each row at address ``anchors`` to address ``flat``, and their masks.
 
     A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it. Places outside the trajectory
-    repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier. What
-    has been drawn with an anchor is copied for each row of its window.
+    repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier. All
+    rows of a window have the weight of the anchor.
     """
     windows = _windows_at(windows)
     of, length, burn_in, count = numbers_at(episodes), windows.length, windows.burn_in, windows.count
@@ -298,6 +298,7 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     bounds = carray(pointer(windows.bounds), (count, 2), np.int64)
     mask, burn_in_mask = load(targets + 8 * windows.mask, np.int64), load(targets + 8 * windows.burn_in_mask, np.int64)
     index = load(targets + 8 * windows.anchor_index, np.int64)
+    weight = load(targets + 8 * windows.priority_weight, np.int64)
     for i in range(min(_SOON, count)):
         expect(of, anchor[i])
     for i in range(count):
@@ -314,16 +315,13 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
             store(flat + 8 * at, cell, np.int64)
             store(mask + at, first <= j <= past, np.bool_)
             store(burn_in_mask + at, j < burn_in, np.bool_)
+            if windows.weight:
+                store(weight + 4 * at, load(windows.weight + 4 * i, np.float32), np.float32)
             if lanes:
                 store(index + 16 * at, t, np.int64)
                 store(index + 16 * at + 8, lane, np.int64)
             else:
                 store(index + 8 * at, anchor[i], np.int64)
-    drawn = carray(pointer(windows.drawn), (windows.entries, 3), np.int64)
-    for entry in range(windows.entries):
-        source, width, target = drawn[entry, 0], drawn[entry, 1], load(targets + 8 * drawn[entry, 2], np.int64)
-        for at in range(count * window):
-            copy_few(target + at * width, source + at // window * width, width)
     return True
 
 
