@@ -1287,7 +1287,7 @@ class PackedStorage(LazyTensorStorage):
         def copy() -> None:
             head = ring.serials
             for part, cells in zip(since.split(size), to.split(size), strict=True):
-                rows.append_(cells, source.all_rows().leaves_at(part), head)
+                rows.append_(cells.numpy(), source.all_rows().leaves_at(part), head)
                 head[1] += np.bincount(cells.numpy() % ring.lanes, minlength=ring.lanes)
 
         if len(to):

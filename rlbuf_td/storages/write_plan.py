@@ -238,28 +238,33 @@ class TorchWrites(WritePlan):
         leaves = rows.layout.collect(data, lead)
         if lanes_first:
             leaves = [leaf.transpose(0, 1) for leaf in leaves]
-        lane = np.tile(np.arange(ring.lanes), count) if lanes is None else lanes.numpy()
-        refuse_lanes(lane, ring.lanes)
-        before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
+        if lanes is None:
+            lane, before = np.tile(np.arange(ring.lanes), count), np.arange(count).repeat(ring.lanes)
+            more = np.full(ring.lanes, count)
+        else:
+            lane = lanes.numpy()
+            refuse_lanes(lane, ring.lanes)
+            before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
         cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
-        slot = None if lanes is not None or not ring.together else ring.cursor
         index: Any = to_device(cells, rows.matrix.device)
         if storage.ndim > 1:
             index = torch.stack([*coordinates(index, storage)], -1)
         elif is_one:
             index = int(cells[0])
-        leaves = [leaf.reshape(len(cells), *spec.shape) for leaf, spec in zip(leaves, rows.layout.leaves, strict=True)]
-        kept = more[lane] - before <= ring.steps  # later rows of the call overwrite the others
-        if not kept.all():
+        if lead != (len(cells),):
+            leaves = [leaf.reshape(len(cells), *of.shape) for leaf, of in zip(leaves, rows.layout.leaves, strict=True)]
+        if (more > ring.steps).any():  # later rows of the call overwrite the others
+            kept = more[lane] - before <= ring.steps
             where = torch.from_numpy(kept)
             leaves, cells = [leaf[where.to(leaf.device)] for leaf in leaves], cells[kept]
+        slot = None if lanes is not None or not ring.together else ring.cursor
         serials, longest = ring.serials, ring.longest
 
         def copy() -> None:
-            steps = int(extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max())
-            if slot is None and steps > longest:
+            if slot is None:
+                steps = int(extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max())
                 rows.matrix[longest:steps].zero_()  # those of other lanes are holes
-            rows.append_(torch.from_numpy(cells), leaves, serials)
+            rows.append_(cells, leaves, serials)
 
         def plan(publication: int) -> None:
             if counts is not None:

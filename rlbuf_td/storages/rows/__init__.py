@@ -104,12 +104,12 @@ class Rows(ABC):
         """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
-    def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+    def append_(self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray) -> None:
         """Write rows at flat indices, ``[B]`` without repetitions, those of each lane in time order.
 
         ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
-        self.replace_(cells, leaves)
+        self.replace_cells_(cells, leaves)
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         """Edit rows at flat indices of any shape; if an index is repeated, its last row is kept.

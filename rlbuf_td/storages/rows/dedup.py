@@ -100,13 +100,13 @@ class DedupRows(Rows):
 
     # -- writing
 
-    def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+    def append_(self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray) -> None:
         begin = self.matrix.data_ptr()
         if any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves):
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         self.entries.reserve(len(cells))
-        self._replace_stored(cells, leaves)
-        self.entries.write(leaves, head, cells)
+        self._replace_stored(torch.from_numpy(cells), leaves)
+        self.entries.write(leaves, head, torch.from_numpy(cells))
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         """Write what rows hold themselves; their deduplicated keys stay as they are."""
