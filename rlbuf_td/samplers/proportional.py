@@ -187,7 +187,7 @@ class ProportionalSampler(Prioritized):
 
         Example:
             >>> ProportionalSampler.nbytes_for(1_000_000)
-            9715136
+            9715264
         """
         return sum_tree.tree_bytes(capacity, torch.device(device))
 

@@ -46,7 +46,7 @@ REFUSED = -2.0
 
 
 class SumTree:
-    """A sum tree for ``rows`` rows, a multiple of 16. Only trees for compiled loops have nodes; others have a row more.
+    """A sum tree for less than ``rows`` rows, a multiple of 16. Only trees for compiled loops have nodes.
 
     Its numbers lie in two blocks, because ``torch.compile`` takes no views of several dtypes of one block.
 
@@ -179,7 +179,7 @@ def tree_bytes(capacity: int, device: torch.device) -> int:
 
 
 def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
-    rows = -(-(capacity + (not has_nodes)) // BLOCK) * BLOCK  # `write_magnitudes` needs an element behind all rows
+    rows = (capacity // BLOCK + 1) * BLOCK  # `write_magnitudes` needs an element behind all rows
     return rows, (_starts(rows)[-1] + GROUP) * has_nodes
 
 
@@ -244,6 +244,7 @@ def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha:
     target, magnitude, largest, refused = write_magnitudes(tree.magnitude, index, td_error, rows)
     tree.weight[target] = weight_of(magnitude, alpha, eps)
     tree.refused.add_(refused)
+    rebuild_(tree)
     return largest
 
 
