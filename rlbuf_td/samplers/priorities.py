@@ -186,6 +186,7 @@ class Priorities:
                 return stale
             if not self._is_compiled:
                 self._update_with_torch(given[0], given[1], rows, counts)
+                self.keep(given[0], None if counts else storage)
                 return stale
             self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
             addresses = [*map(address_of, given)]
@@ -249,7 +250,6 @@ class Priorities:
             self.largest = largest.clamp(min=self.largest)
         elif counts:
             self.largest = max(largest, self.largest)
-        self.keep(flat)
 
     def enter(self, index: object, storage: Storage | None) -> None:
         initial = self.initial

@@ -138,13 +138,8 @@ class Episodes:
         self.record: np.ndarray | None = self._describe() if uses_numba(device) else None
         #: The address of the record that loops read; 0 where torch takes their place.
         self.address: int = 0 if self.record is None else self.record.ctypes.data
-        noted, written = ring.noted, ring.written
-        if self.record is None:
-            noted[:] = np.where(noted < 0, written, noted)
-        elif noted[0] >= 0:  # a process without numba has left the rows
-            if (noted < written).any():
-                self.mark(NEW)
-            noted[:] = -1
+        if self.record is None and ring.noted[0] < 0:  # loops have noted all rows
+            ring.noted[:] = ring.written
 
     def _describe(self) -> np.ndarray:
         """Return the record that loops read."""
@@ -211,6 +206,7 @@ class Episodes:
         if self.ring.numbers[EPISODES_DUE] == NEW:
             self.refresh()
         self.catch_up()
+        self._set_noted()
         self.following[BACK_OF_NEXT, lane] = -1
 
     def catch_up(self) -> None:
@@ -250,8 +246,7 @@ class Episodes:
         self.ring.numbers[EPISODES_DUE] = STALE
 
     def _set_noted(self) -> None:
-        if self.record is None:
-            self.ring.noted[:] = self.ring.written
+        self.ring.noted[:] = self.ring.written if self.record is None else -1
 
     def _build(self, *, is_new: bool) -> None:
         """Compute the numbers from flags, ids and breaks: O(T * E).
@@ -266,7 +261,7 @@ class Episodes:
             self.numbers[torch.arange(len(oldest), device=device), oldest, BACK] = before
             self.following[BACK_OF_NEXT] = to_device(np.where(ring.written > ring.tail, 0, -1), device)
             self._set_noted()
-        if self.record is not None:
+        if self.record is not None and self.ring.noted[0] < 0:
             loop("episodes.cpu", "build")(self.locate_rows())
         elif len(self.ring):
             shape = self.rows.steps, self.lanes

@@ -36,6 +36,7 @@ from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.samplers.priorities import Priorities
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.memory import HEAD_FILE, PRIORITY_FILE
+from tests.backends import forced
 from tests.storages.test_kill import die
 from tests.test_lockstep import stopped
 
@@ -177,6 +178,22 @@ def test_trajectories_end_where_a_process_was_killed(tmp_path: Path, lanes: int)
     breaks = [x for x in (9, 22, 35) if x >= int(kept[0])]
     ends = sorted({*range(6, 300, 7), *breaks})
     assert index.steps_ahead(where).tolist() == [next(end for end in ends if end >= x) - x for x in kept.tolist()]
+
+
+@pytest.mark.parametrize(
+    "backends", [("torch", "torch", "numba"), ("numba", "torch", "numba"), ("numba", "numba", "torch")]
+)
+def test_processes_without_numba_leave_episodes_and_priorities_to_others(tmp_path: Path, backends: Any) -> None:
+    for number, backend in enumerate(backends):
+        with forced(backend):
+            rb = ReplayBuffer(storage=opened(tmp_path), sampler=ProportionalSampler(CAPACITY), batch_size=2)
+            rb.extend(rows(torch.arange(3)))
+            rb.update_priority(3 * number, 2.0 + number)
+            whole, priorities = TrajectoryIndex(rb.storage), rb.sampler.priority(torch.arange(0, 3 * number + 3, 3))
+            assert priorities.tolist() == [2.0 + each for each in range(number + 1)]
+            if number == len(backends) - 1:  # looks up what no process before has looked up
+                assert [each.tolist() for each in whole.whole(only_finished=False)] == [[0, 3, 6], [3, 3, 3]]
+            rb.close()
 
 
 def test_a_living_owner_is_not_disturbed(tmp_path: Path) -> None:
