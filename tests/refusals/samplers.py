@@ -254,6 +254,7 @@ REFUSALS: Table = {
     ("SequenceSampler", lambda: windows(td.ProportionalSampler(30), burn_in=1)): [
         (lambda rb: rb.sample(6), ValueError, r"of burn_in \+ length = 1 \+ 3 = 4, got 6; for 32 sequences use 128"),
         (lambda rb: rb.update_tensordict_priority(rb.batch[:7]), ValueError, "7 TD errors are not whole windows of 4"),
+        *((update(td_error=spoil(ones(8))), RuntimeError, "no memory") for spoil in (freed, shrunk)),
         (update(mask=None), KeyError, "needs its 'mask', 'burn_in_mask' and 'anchor_index'"),
         (update(td_error=full((8,), nan)), ValueError, "NaN"),
     ],

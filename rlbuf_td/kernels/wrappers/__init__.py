@@ -79,6 +79,9 @@ class Windows(NamedTuple):
 
         ``anchors`` has that of each row of a batch. A window without rows that count has the magnitude 0.
         """
+        for each in (anchors, td_error, self.mask, self.burn_in_mask):
+            if backend_of(each) == "numba":
+                address_of(each)  # refuses a tensor without memory
         anchors = anchors.reshape(-1, *anchors.shape[self.mask.ndim :])[:: self.length].contiguous()
         learned = (self.mask & ~self.burn_in_mask).reshape(-1, self.length)
         magnitude = torch.where(learned, td_error.reshape(-1, self.length).abs(), 0)
