@@ -152,6 +152,17 @@ def test_a_mixture_and_its_members_learn_on_a_gpu(name, where):
     assert repr(one)
 
 
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_a_sampler_serves_rows_on_the_cpu_after_those_on_a_gpu(sampler):
+    one = sampler(16)
+    for storage in (on_gpu(16), PackedStorage(16)):
+        rb = ReplayBuffer(storage=storage, sampler=one, batch_size=4)
+        rb.extend(data(16))
+        assert one.device == storage.device
+        assert one.priority(torch.arange(16)).tolist() == [1.0] * 16
+        rb.empty()
+
+
 def test_bad_rows_are_refused_on_a_gpu_and_change_nothing():
     rb = ReplayBuffer(storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32)
     rb.extend(data(60))

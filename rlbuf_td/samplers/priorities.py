@@ -349,7 +349,8 @@ class Priorities:
         if self.is_shared:
             grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
             raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
-        magnitude, self.device, self.capacity = self.rule.table.magnitude.to(device), device, capacity
+        magnitude = self.rule.table.magnitude[: self.capacity].to(device)
+        self.device, self.capacity = device, capacity
         self.rule.table = self.rule.make(capacity, device)
         self.rule.restore_(magnitude)
 

@@ -121,7 +121,7 @@ class SortedOrder:
 
     def share_memory_(self) -> None:
         """Raise ValueError, because each process would cache a sorted order of its own."""
-        raise ValueError("an order on a device cannot be shared by several processes")
+        raise ValueError("a rank order on a device, or without numba, cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:
         self.magnitude[: len(magnitude)] = magnitude
