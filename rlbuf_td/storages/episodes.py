@@ -196,7 +196,7 @@ class Episodes:
         loop("episodes.cpu", "note_rows")(self.locate_rows(), len(lanes), rows.ctypes.data)
 
     def prepare(self, lanes: np.ndarray, counts: np.ndarray) -> None:
-        """Note the rows of these lanes before ``counts`` new ones replace some of which nothing has been noted."""
+        """Note all rows if ``counts`` new ones of these lanes will replace rows that have not been noted."""
         ring = self.ring
         if self.record is None and (ring.noted[lanes] < ring.written[lanes] + counts - ring.steps).any():
             self.catch_up()
@@ -246,6 +246,7 @@ class Episodes:
         self.ring.numbers[EPISODES_DUE] = STALE
 
     def _set_noted(self) -> None:
+        """Set up to where rows have been noted: all of them, or -1 where loops note each write."""
         self.ring.noted[:] = self.ring.written if self.record is None else -1
 
     def _build(self, *, is_new: bool) -> None:

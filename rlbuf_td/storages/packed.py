@@ -114,8 +114,8 @@ class PackedStorage(LazyTensorStorage):
     :meth:`ReplayBuffer.close`, or the end of the process. A :class:`ReplayBuffer` continues writing with a
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
     not in this file get the priority of new rows, with a warning. The second file takes 16 bytes per row, priorities 16
-    bytes per row. Reopening is O(1), with priorities O(N); the first look-up of trajectories reads the flags of all
-    rows.
+    bytes per row. Reopening is O(1), with priorities or after a process without numba O(N); the first look-up of
+    trajectories reads the flags of all rows.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
     a spawned process shares its rows with that process.
