@@ -283,7 +283,8 @@ def enter_rank(rows):
     """Set the priorities of new rows in a rank order."""
     of = carray(pointer(rows), 1, _ROWS)[0]
     given = carray(pointer(of.priorities), 1, UPDATE)[0]
-    order, magnitude = carray(pointer(given.table), 1, ORDER), _entry(given)
+    order = carray(pointer(given.table), 1, ORDER)
+    magnitude = np.float32(_entry(given))  # for Python 3.10, where numba takes `view` of no inlined result
     if of.slot == IN_CELLS:
         cells, live = carray(pointer(of.cells), of.size, np.int64), given.steps * max(given.lanes, 1)
         update_order(order, cells, np.full(of.size, magnitude), live)
