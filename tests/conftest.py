@@ -83,14 +83,11 @@ def seeded() -> None:
     random.seed(0)
 
 
-GPU = ["cuda"] if torch.cuda.is_available() else []
-
-
-@pytest.fixture(params=["compiled", "torch", *GPU])
+@pytest.fixture(params=["compiled", "torch"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Run the test with compiled loops, with the torch operations of other devices, and on a GPU where there is one."""
+    """Run the test on the CPU, with its compiled loops and with the torch operations of other devices."""
     with forced("torch") if request.param == "torch" else nullcontext():
-        yield torch.device("cuda" if request.param == "cuda" else "cpu")
+        yield torch.device("cpu")
 
 
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.

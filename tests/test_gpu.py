@@ -25,6 +25,7 @@ from rlbuf_td import (
     ReplayBufferMixture,
     RingWriter,
     RolloutBuffer,
+    SchemaError,
     UniformSampler,
     functional,
 )
@@ -144,12 +145,10 @@ def test_a_mixture_and_its_members_learn_on_a_gpu(name, where):
     for rb in (one, ReplayBufferMixture({"one": buffer(), "other": other}, {"one": 0.5, "other": 0.5}, batch_size=32)):
         for _ in range(4):
             batch = rb.sample()
-            assert all(leaf.is_cuda for leaf in batch.values(True, True) if isinstance(leaf, torch.Tensor))
+            assert all(leaf.is_cuda for leaf in batch.values(True, True))
             batch["td_error"] = torch.rand(len(batch), device=GPU)
             rb.update_tensordict_priority(batch)
             other.extend(data(7))
-    assert "cuda" in str(one.health()) or one.health()
-    assert repr(one)
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
@@ -167,8 +166,8 @@ def test_bad_rows_are_refused_on_a_gpu_and_change_nothing():
     rb = ReplayBuffer(storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32)
     rb.extend(data(60))
     before = copied(rb[:])
-    for bad in (data(3).exclude("x"), data(3).to(torch.float64).apply(lambda leaf: leaf.double())):
-        with pytest.raises((KeyError, TypeError, ValueError)):
+    for bad in (data(3).exclude("x"), data(3).double()):
+        with pytest.raises(SchemaError):
             rb.extend(bad.to(GPU))
     rb.update_priority(torch.tensor([0, 1], device=GPU), torch.tensor([float("nan"), 2.0], device=GPU))
     rb.update_priority(torch.tensor([600, -700], device=GPU), torch.tensor([3.0, 2.0], device=GPU))
@@ -176,7 +175,7 @@ def test_bad_rows_are_refused_on_a_gpu_and_change_nothing():
         rb[100]
     assert_same(rb[:], before)
     assert rb.sampler.priority(torch.tensor([1])).tolist() == [2.0]
-    assert rb.health()["refused_priorities"] >= 1
+    assert rb.health()["refused_priorities"] == 1
     batch = rb.sample()
     assert torch.isfinite(batch["priority_weight"]).all()
 
@@ -189,16 +188,13 @@ def test_advantages_and_returns_are_those_of_the_cpu(shape):
         done = torch.rand(shape, generator=generator) < 0.1
         return [leaf.to(device) for leaf in (*value, done)]
 
-    for device in (GPU,):
-        for function, order in (
-            (partial(functional.generalized_advantage_estimate, 0.9, 0.8), (0, 1, 2, 3)),
-            (partial(functional.td_lambda_return_estimate, 0.9, 0.8), (1, 2, 3)),
-            (partial(functional.vtrace_advantage_estimate, 0.9), (0, 1, 0, 1, 2, 3)),
-        ):
-            found, wanted = (function(*[given(where)[at] for at in order]) for where in (device, "cpu"))
-            found, wanted = ([each] if torch.is_tensor(each) else each for each in (found, wanted))
-            for ours, theirs in zip(found, wanted, strict=True):
-                torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+    for function, order in (
+        (partial(functional.generalized_advantage_estimate, 0.9, 0.8), (0, 1, 2, 3)),
+        (partial(functional.td_lambda_return_estimate, 0.9, 0.8), (1, 2, 3)),
+        (partial(functional.vtrace_advantage_estimate, 0.9), (0, 1, 0, 1, 2, 3)),
+    ):
+        found, wanted = (function(*[given(where)[at] for at in order]) for where in (GPU, "cpu"))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, check_device=False)
 
 
 def test_rollouts_are_those_of_the_cpu():

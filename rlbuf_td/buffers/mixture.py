@@ -244,8 +244,8 @@ class ReplayBufferMixture:
         return batch
 
     def _joined(self, parts: dict[str, MemberRows]) -> TensorDictBase:
-        devices = {name: str(part.rows["index"].device) for name, part in parts.items()}
-        if len({*devices.values()}) > 1:
+        if len({part.rows["index"].device for part in parts.values()}) > 1:
+            devices = {name: str(part.rows["index"].device) for name, part in parts.items()}
             remedy = "keep their rows on one device, or give members device="
             raise ValueError(f"the batches of members are on different devices, {devices}: {remedy}")
         is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())

@@ -118,15 +118,14 @@ class NStepSampler(SamplerWrapper):
         n, rows = self.n_steps, storage.all_rows()
         self._reward_of(storage)
         episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
-        ahead = episodes.spans(flat).ahead
-        window = storage.ring.cells_after(flat[:, None], step.minimum(ahead[:, None]))  # then the last row, repeated
+        last = episodes.spans(flat).ahead.clamp(max=n - 1)
+        window = storage.ring.cells_after(flat[:, None], step.minimum(last[:, None]))  # then the last row, repeated
         if not self.takes_goals:
-            reward, last = rows.column_at(self.reward_key, window), ahead.clamp(max=n - 1)
+            reward = rows.column_at(self.reward_key, window)
             batch = rows.joined_at(flat, window[:, -1])
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
-            last = ahead.clamp(max=n - 1)
             for key in episodes.flags:  # the first step that now ends the episode
                 flags = leaf_of(steps, key)
                 is_end = flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)

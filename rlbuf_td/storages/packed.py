@@ -1158,7 +1158,8 @@ class PackedStorage(LazyTensorStorage):
 
         Rows in RAM move to shared memory. If no rows are allocated yet, the first process that writes allocates them.
         The storage's ``lock`` admits one process at a time. If a process dies during a write, the new rows are missing,
-        and the rows that they were about to replace may be gone.
+        and the rows that they were about to replace may be gone. All of them must have numba, or none: others disagree
+        about episodes.
 
         Cost: one copy of all rows in RAM.
 

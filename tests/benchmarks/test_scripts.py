@@ -73,6 +73,12 @@ def test_what_is_timed_on_a_device_runs(case, monkeypatch):
     assert len(dict(found)) == len(found) > 0
 
 
+def test_uniform_calls_on_a_device_take_few_operations():
+    found = {what: value for what, value, _ in device.counts(600)}
+    assert len(found) == 10
+    assert 0 < found["uniform, sample"] < 10 > found[f"uniform, extend by {device.BATCH}"] > 0
+
+
 def test_the_forty_faults_can_still_be_made() -> None:
     assert len(breaks.BREAKS) == 40
     assert not [fault for each in breaks.BREAKS if (fault := breaks.fault_of(each))]

@@ -67,7 +67,7 @@ def write(rb: ReplayBuffer, n: int, first: int) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cpu")
 
 
 class Reference:
