@@ -1,19 +1,25 @@
-"""Replay and rollout buffers for TorchRL that store each transition as one row of bytes.
+"""Replay and rollout buffers for TorchRL that store each transition as one row of
+bytes.
 
-Begin with :class:`ReplayBuffer` (off-policy) or :class:`RolloutBuffer` (on-policy). The storages, samplers and writers
-of this package also work in TorchRL's own buffers. For Gymnasium, use ``ReplayBuffer.from_env`` and
-:class:`GymnasiumRecorder`. This package also has:
+Begin with :class:`ReplayBuffer` (off-policy) or :class:`RolloutBuffer` (on-policy). The
+storages, samplers and writers of this package also work in TorchRL's own buffers. For
+Gymnasium, use ``ReplayBuffer.from_env`` and :class:`GymnasiumRecorder`. This package
+also has:
 
 - ``rlbuf_td.functional``: advantages and returns as functions on tensors;
-- ``rlbuf_td.diagnostics.plots``: plots of buffers, episodes and rollouts (needs matplotlib);
-- ``rlbuf_td.diagnostics.health``: the meaning of the numbers that ``rb.health()`` returns;
+- ``rlbuf_td.diagnostics.plots``: plots of buffers, episodes and rollouts (needs
+  matplotlib);
+- ``rlbuf_td.diagnostics.health``: the meaning of the numbers that ``rb.health()``
+  returns;
 - ``rlbuf_td.diagnostics.doctor.CODES``: the faults that :func:`check` finds;
 - ``rlbuf_td.checkpoint.open_checkpoint``: reads a saved buffer without creating one;
-- ``rlbuf_td.distributed.ShardedReplayBuffer``: one replay buffer over many processes or machines (needs Ray);
+- ``rlbuf_td.distributed.ShardedReplayBuffer``: one replay buffer over many processes or
+  machines (needs Ray);
 - ``python -m rlbuf_td {demo, doctor, compile, info}``: the command line.
 
-In docstrings, B is the batch size, N the number of rows, T the number of time steps, and E the number of lanes
-(environments); ``[B]`` is a shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.
+In docstrings, B is the batch size, N the number of rows, T the number of time steps,
+and E the number of lanes (environments); ``[B]`` is a shape. Examples assume
+``import torch`` and ``from rlbuf_td import *``.
 """
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue

@@ -14,8 +14,14 @@ _SHOWN = "(default: %(default)s)"  # argparse fills in the default
 
 #: For each command: its purpose, and the arguments of an example.
 COMMANDS = {
-    "demo": ("train an agent from replay, and draw its learning curve", "--sampler rank"),
-    "doctor": ("check the data of a saved buffer for faults", "runs/buffer --env CartPole-v1"),
+    "demo": (
+        "train an agent from replay, and draw its learning curve",
+        "--sampler rank",
+    ),
+    "doctor": (
+        "check the data of a saved buffer for faults",
+        "runs/buffer --env CartPole-v1",
+    ),
     "compile": ("compile all loops ahead, for containers and clusters", ""),
     "info": ("show versions, processor and cache folder, for bug reports", ""),
 }
@@ -28,18 +34,40 @@ def parser() -> argparse.ArgumentParser:
     commands = {}
     for name, (purpose, arguments) in COMMANDS.items():
         example = f"example: python -m rlbuf_td {name} {arguments}"
-        commands[name] = group.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", epilog=example)
+        commands[name] = group.add_parser(
+            name, help=purpose, description=f"{purpose.capitalize()}.", epilog=example
+        )
     demo = commands["demo"].add_argument
     demo("--env", default="CartPole-v1", help=f"a Gymnasium environment {_SHOWN}")
-    demo("--sampler", choices=("uniform", "proportional", "rank"), default="proportional", help=f"replay {_SHOWN}")
-    demo("--steps", type=whole_number(1), help="most environment steps (default: 59904)")
+    demo(
+        "--sampler",
+        choices=("uniform", "proportional", "rank"),
+        default="proportional",
+        help=f"replay {_SHOWN}",
+    )
+    demo(
+        "--steps", type=whole_number(1), help="most environment steps (default: 59904)"
+    )
     demo("--seed", type=whole_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
-    demo("--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}")
-    demo("--out", type=Path, help="folder for the picture (default: a new one in runs/)")
+    demo(
+        "--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}"
+    )
+    demo(
+        "--out", type=Path, help="folder for the picture (default: a new one in runs/)"
+    )
     doctor = commands["doctor"].add_argument
     doctor("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
-    doctor("--env", help="a Gymnasium environment, whose bounds the observations must respect")
-    doctor("--ignore", nargs="*", default=(), metavar="CODE", help="codes to omit (default: none)")
+    doctor(
+        "--env",
+        help="a Gymnasium environment, whose bounds the observations must respect",
+    )
+    doctor(
+        "--ignore",
+        nargs="*",
+        default=(),
+        metavar="CODE",
+        help="codes to omit (default: none)",
+    )
     return top
 
 
@@ -48,22 +76,30 @@ def main(argv: list[str] | None = None) -> int:
     if options.command is None:
         parser().print_help()
         return 0
-    module = "diagnostics.doctor" if options.command == "doctor" else f"cli.{options.command}"
+    module = (
+        "diagnostics.doctor"
+        if options.command == "doctor"
+        else f"cli.{options.command}"
+    )
     try:
-        return int(import_module(f"rlbuf_td.{module}").main(options))  # the only one that is imported
+        # the only one that is imported
+        return int(import_module(f"rlbuf_td.{module}").main(options))
     except UsageError as error:
         print(f"python -m rlbuf_td {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain again when it exits
+    # the reader of a pipe has seen enough; Python would complain again when it exits
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise
-        print(f"'{error.name}' is missing: pip install 'rlbuf_td[demo]'", file=sys.stderr)
+        print(
+            f"'{error.name}' is missing: pip install 'rlbuf_td[demo]'", file=sys.stderr
+        )
         return 1
 
 

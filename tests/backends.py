@@ -11,7 +11,8 @@ from rlbuf_td.kernels.dispatch import Backend
 
 @contextmanager
 def forced(backend: Backend) -> Iterator[None]:
-    """Use one backend on every device. Objects remember which backend they were made for: make them inside."""
+    """Use one backend on every device. Objects remember which backend they were made
+    for: make them inside."""
     before, dispatch._forced = dispatch._forced, backend
     try:
         yield

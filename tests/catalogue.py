@@ -1,9 +1,11 @@
-"""The kinds of transition that every part of the package must carry, and samplers: one catalogue for all tests.
+"""The kinds of transition that every part of the package must carry, and samplers: one
+catalogue for all tests.
 
-``SAMPLERS`` maps a name to what makes a sampler for a number of rows, ``LAWS`` to how likely it draws each row.
-``SCHEMAS`` maps a name to a :class:`Schema`;
+``SAMPLERS`` maps a name to what makes a sampler for a number of rows, ``LAWS`` to how
+likely it draws each row. ``SCHEMAS`` maps a name to a :class:`Schema`;
 ``transitions(schema, n, lanes)`` makes random data of it;
-``assert_same(left, right)`` compares two TensorDicts byte for byte. To run a test over all of them::
+``assert_same(left, right)`` compares two TensorDicts byte for byte. To run a test over
+all of them::
 
     @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 """
@@ -38,7 +40,16 @@ Fields = Mapping[str, Any]  # a leaf is (dtype, *shape), a node another mapping
 
 _NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+    *(
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ),
 )
 DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 
@@ -49,8 +60,10 @@ class Schema:
 
     name: str  # for test ids
     fields: Fields  # the leaves of one transition, nested as they are
-    element: tuple[int, ...] = ()  # batch dims of the TensorDict behind those that index transitions
-    node_dims: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # more of the nested TensorDict at a key
+    # batch dims of the TensorDict behind those that index transitions
+    element: tuple[int, ...] = ()
+    # more of the nested TensorDict at a key
+    node_dims: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
@@ -61,7 +74,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _SCHEMAS = (
-    Schema("vector", {"observation": (torch.float32, 3), "action": (torch.float32, 2), "done": (torch.bool, 1)}),
+    Schema(
+        "vector",
+        {
+            "observation": (torch.float32, 3),
+            "action": (torch.float32, 2),
+            "done": (torch.bool, 1),
+        },
+    ),
     Schema(
         "halfcheetah",
         {
@@ -80,23 +100,59 @@ _SCHEMAS = (
         "nested",
         {
             "first": (torch.float32, 2),
-            "next": {"done": (torch.bool, 1), "deep": {"er": {"x": (torch.int64, 2)}}, "y": (torch.float32,)},
+            "next": {
+                "done": (torch.bool, 1),
+                "deep": {"er": {"x": (torch.int64, 2)}},
+                "y": (torch.float32,),
+            },
             "last": (torch.float32, 2),
         },
     ),
     Schema("dtypes", {_dtype_name(dtype): (dtype, 3) for dtype in DTYPES}),
-    Schema("scalars", {"reward": (torch.float32,), "step": (torch.int64,), "done": (torch.bool,)}),
+    Schema(
+        "scalars",
+        {"reward": (torch.float32,), "step": (torch.int64,), "done": (torch.bool,)},
+    ),
     Schema("single byte", {"done": (torch.bool,)}),
     Schema("complex", {"wave": (torch.complex128, 2), "flag": (torch.bool,)}),
-    Schema("image", {"pixels": (torch.uint8, 4, 12, 12), "action": (torch.int64,), "reward": (torch.float32, 1)}),
-    Schema("many leaves", {f"leaf {j}": (DTYPES[j % len(DTYPES)], 1 + j % 3) for j in range(60)}),
-    Schema("no columns", {"observation": (torch.float32, 3), "nothing": (torch.float32, 0)}),
-    Schema("no bytes", {"nothing": (torch.float32, 0), "next": {"nothing": (torch.float32, 0)}}),
-    Schema("empty nodes", {"x": (torch.float32, 2), "void": {}, "next": {"void": {"void": {}}, "y": (torch.int32,)}}),
-    Schema("element dims", {"x": (torch.float32, 2), "next": {"done": (torch.bool,)}}, element=(3, 2)),
+    Schema(
+        "image",
+        {
+            "pixels": (torch.uint8, 4, 12, 12),
+            "action": (torch.int64,),
+            "reward": (torch.float32, 1),
+        },
+    ),
+    Schema(
+        "many leaves",
+        {f"leaf {j}": (DTYPES[j % len(DTYPES)], 1 + j % 3) for j in range(60)},
+    ),
+    Schema(
+        "no columns", {"observation": (torch.float32, 3), "nothing": (torch.float32, 0)}
+    ),
+    Schema(
+        "no bytes",
+        {"nothing": (torch.float32, 0), "next": {"nothing": (torch.float32, 0)}},
+    ),
+    Schema(
+        "empty nodes",
+        {
+            "x": (torch.float32, 2),
+            "void": {},
+            "next": {"void": {"void": {}}, "y": (torch.int32,)},
+        },
+    ),
+    Schema(
+        "element dims",
+        {"x": (torch.float32, 2), "next": {"done": (torch.bool,)}},
+        element=(3, 2),
+    ),
     Schema(
         "agents",
-        {"state": (torch.float32, 4), "agents": {"observation": (torch.float32, 2), "action": (torch.int64,)}},
+        {
+            "state": (torch.float32, 4),
+            "agents": {"observation": (torch.float32, 2), "action": (torch.int64,)},
+        },
         node_dims={("agents",): (3,)},
     ),
 )
@@ -104,7 +160,12 @@ SCHEMAS: dict[str, Schema] = {schema.name: schema for schema in _SCHEMAS}
 
 
 def buffer_of(
-    steps: int, sampler: Any, lanes: int = 0, storage: Any = PackedStorage, cls: Any = ReplayBuffer, **parts: Any
+    steps: int,
+    sampler: Any,
+    lanes: int = 0,
+    storage: Any = PackedStorage,
+    cls: Any = ReplayBuffer,
+    **parts: Any,
 ) -> Any:
     """Return a buffer of some time steps, which draws from a generator of its own."""
     place = storage(steps * max(lanes, 1), ndim=2 if lanes else 1)
@@ -122,7 +183,8 @@ def _windows(rows: int) -> SequenceSampler:
 
 
 def _steps_of_episodes(rows: int) -> EpisodeSampler:
-    """Return a sampler of episodes whose batches have one row per episode, as those of other samplers."""
+    """Return a sampler of episodes whose batches have one row per episode, as those of
+    other samplers."""
     return EpisodeSampler(None, 1, finished_only=False, layout="concatenated")
 
 
@@ -140,15 +202,18 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "rank, independent": partial(RankSampler, stratified=False, weight_norm="batch"),
     "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),
     "n-step": lambda rows: NStepSampler(ProportionalSampler(rows), 3, 0.9),
-    "n-step over hindsight": lambda rows: NStepSampler(HindsightSampler(RankSampler(rows), reward_fn), 3, 0.9),
+    "n-step over hindsight": lambda rows: NStepSampler(
+        HindsightSampler(RankSampler(rows), reward_fn), 3, 0.9
+    ),
     "sequence": lambda rows: SequenceSampler(ProportionalSampler(rows), 3, burn_in=1),
     "chunks": lambda rows: SequenceSampler(MinibatchSampler(2), 3, burn_in=1, stride=3),
     "strict": lambda rows: SequenceSampler(UniformSampler(), 4, boundary="strict"),
     "windows": _windows,
     "steps of episodes": _steps_of_episodes,
 }
-#: Of samplers that draw rows independently of each other: each row's probability, in a model of the buffer.
-#: ``tests/test_composition.py`` compares their batches with it, alone and within every wrapper.
+#: Of samplers that draw rows independently of each other: each row's probability, in a
+# model of the buffer. : ``tests/test_composition.py`` compares their batches with it,
+# alone and within every wrapper.
 LAWS: dict[str, Callable[[model.Model], list[float]]] = {
     "uniform": model.uniform,
     "recency": lambda rows: model.recency(rows, 5.0, 17),
@@ -156,18 +221,31 @@ LAWS: dict[str, Callable[[model.Model], list[float]]] = {
 
 
 def transitions(
-    schema: Schema, n: int | None, lanes: Sequence[int] = (), *, seed: int = 0, device: torch.device | str = "cpu"
+    schema: Schema,
+    n: int | None,
+    lanes: Sequence[int] = (),
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> TensorDict:
-    """Return random transitions ``[n, *lanes, *element]``, or one time step ``[*lanes, *element]`` for ``n=None``.
+    """Return random transitions ``[n, *lanes, *element]``, or one time step
+    ``[*lanes, *element]`` for ``n=None``.
 
-    Integers are of their dtype's whole range, floats finite; the same arguments give the same data.
+    Integers are of their dtype's whole range, floats finite; the same arguments give
+    the same data.
     """
     generator = torch.Generator().manual_seed(seed)
     lead = (*(() if n is None else (n,)), *lanes, *schema.element)
     return _node(schema, schema.fields, (), lead, generator).to(device)
 
 
-def _node(schema: Schema, fields: Fields, path: Key, lead: tuple[int, ...], generator: torch.Generator) -> TensorDict:
+def _node(
+    schema: Schema,
+    fields: Fields,
+    path: Key,
+    lead: tuple[int, ...],
+    generator: torch.Generator,
+) -> TensorDict:
     lead = (*lead, *schema.node_dims.get(path, ()))
     data = TensorDict({}, batch_size=lead)
     for name, kind in fields.items():
@@ -178,24 +256,31 @@ def _node(schema: Schema, fields: Fields, path: Key, lead: tuple[int, ...], gene
     return data
 
 
-def random_leaf(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return random values: of the dtype's whole range where it is an integer, normal where it is not."""
+def random_leaf(
+    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Return random values: of the dtype's whole range where it is an integer, normal
+    where it is not."""
     if dtype is torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
-    raw = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator
+    )
     return raw.view(dtype).squeeze(-1)
 
 
 def as_bytes(leaf: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a leaf, ``[*shape, itemsize]``, so that NaN equals itself and -0.0 is not 0.0."""
+    """Return the bytes of a leaf, ``[*shape, itemsize]``, so that NaN equals itself and
+    -0.0 is not 0.0."""
     return leaf.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def assert_same(left: Any, right: Any) -> None:
-    """Compare two TensorDicts (or leaves) in keys, nesting, batch sizes, dtypes, shapes and, byte for byte, values."""
+    """Compare two TensorDicts (or leaves) in keys, nesting, batch sizes, dtypes, shapes
+    and, byte for byte, values."""
     assert isinstance(left, TensorDictBase) == isinstance(right, TensorDictBase)
     if not isinstance(left, TensorDictBase):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
@@ -208,13 +293,22 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 def copied(data: TensorDictBase) -> TensorDictBase:
-    """Return a copy of any dtype: ``TensorDict.clone`` adds 0, which torch cannot do for all of them."""
+    """Return a copy of any dtype: ``TensorDict.clone`` adds 0, which torch cannot do
+    for all of them."""
     return data.apply(torch.clone, filter_empty=False)
 
 
 def numbered_rows(n: int, first: int = 0) -> TensorDict:
-    """Return rows ``[n]`` that know their number, with goals, in trajectories of seven."""
+    """Return rows ``[n]`` that know their number, with goals, in trajectories of
+    seven."""
     x = torch.arange(first, first + n)
-    after = {"reward": x[:, None].float(), "done": (x % 7 == 6)[:, None], "achieved_goal": x[:, None].float()}
-    after |= {"terminated": after["done"].clone(), "truncated": torch.zeros(n, 1, dtype=torch.bool)}
+    after = {
+        "reward": x[:, None].float(),
+        "done": (x % 7 == 6)[:, None],
+        "achieved_goal": x[:, None].float(),
+    }
+    after |= {
+        "terminated": after["done"].clone(),
+        "truncated": torch.zeros(n, 1, dtype=torch.bool),
+    }
     return TensorDict({"x": x, "desired_goal": -x[:, None].float(), "next": after}, [n])

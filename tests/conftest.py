@@ -19,13 +19,15 @@ from hypothesis import HealthCheck, Phase, register_random, settings
 
 from tests.backends import forced
 
-# Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
+# Workers run side by side on few cores: more threads per worker only wait. Subprocesses
+# read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
 class TorchsGenerator:
-    """What Hypothesis seeds before each example, as it does with the generators that it knows."""
+    """What Hypothesis seeds before each example, as it does with the generators that it
+    knows."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -37,14 +39,25 @@ register_random(TORCHS_GENERATOR)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Hypothesis try the same few examples in every run; ``--hypothesis-seed=N`` tries 100 of seed ``N``."""
+    """Let Hypothesis try the same few examples in every run; ``--hypothesis-seed=N``
+    tries 100 of seed ``N``."""
     has_seed = config.getoption("--hypothesis-seed") is not None
     slow = [HealthCheck.too_slow]  # on a busy machine
-    how: dict[str, Any] = {"deadline": None, "suppress_health_check": slow, "database": None, "print_blob": True}
+    how: dict[str, Any] = {
+        "deadline": None,
+        "suppress_health_check": slow,
+        "database": None,
+        "print_blob": True,
+    }
     settings.register_profile("same examples", derandomize=True, max_examples=20, **how)
-    settings.register_profile("examples of a seed", derandomize=False, max_examples=100, **how)
-    explicit = Phase.explicit, Phase.generate  # for ``--hypothesis-profile``: does not look for the shortest failure
-    settings.register_profile("the first failure", derandomize=True, max_examples=20, phases=explicit, **how)
+    settings.register_profile(
+        "examples of a seed", derandomize=False, max_examples=100, **how
+    )
+    # for ``--hypothesis-profile``: does not look for the shortest failure
+    explicit = Phase.explicit, Phase.generate
+    settings.register_profile(
+        "the first failure", derandomize=True, max_examples=20, phases=explicit, **how
+    )
     settings.load_profile("examples of a seed" if has_seed else "same examples")
 
 
@@ -53,15 +66,26 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Compile all loops before workers start that will run all tests."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         print("compiling all loops (two minutes, once)", flush=True)
-        subprocess.run([sys.executable, "-m", "rlbuf_td", "compile"], cwd=config.rootpath, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "rlbuf_td", "compile"],
+            cwd=config.rootpath,
+            capture_output=True,
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def seeds_of_environments() -> Iterator[None]:
-    """Take the seeds of Gymnasium's environments and spaces from NumPy's generator, not from the system."""
+    """Take the seeds of Gymnasium's environments and spaces from NumPy's generator, not
+    from the system."""
     make = seeding.np_random
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seeding, "np_random", lambda seed=None: make(np.random.randint(2**31) if seed is None else seed))  # noqa: NPY002
+        patch.setattr(
+            seeding,
+            "np_random",
+            lambda seed=None: make(
+                np.random.randint(2**31) if seed is None else seed  # noqa: NPY002
+            ),
+        )
         yield
 
 
@@ -69,7 +93,9 @@ def seeds_of_environments() -> Iterator[None]:
 def temporary_files() -> Iterator[None]:
     """Delete the temporary files and folders that tests leave."""
     before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="rlbuf_td_", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="rlbuf_td_", ignore_cleanup_errors=True
+    ) as folder:
         tempfile.tempdir = folder
         yield
     tempfile.tempdir = before
@@ -77,7 +103,8 @@ def temporary_files() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Let a test draw the same numbers whichever tests have run before it in its process."""
+    """Let a test draw the same numbers whichever tests have run before it in its
+    process."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002  libraries draw from it
     random.seed(0)
@@ -85,28 +112,48 @@ def seeded() -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Run the test on the CPU, with its compiled loops and with the torch operations of other devices."""
+    """Run the test on the CPU, with its compiled loops and with the torch operations of
+    other devices."""
     with forced("torch") if request.param == "torch" else nullcontext():
         yield torch.device("cpu")
 
 
-#: The slow tests that take longest, longest first: where workers share them out, these must not begin last.
-LONGEST = ["test_compile_compiles", "demo_solves", "11_demonstrations", "14_torchrl", "test_ray.py", "07_checkpoints"]
-LONGEST += ["04_hindsight", "06_sequences", "17_many", "test_every_library", "01_quick", "08_migration", "16_world"]
+#: The slow tests that take longest, longest first: where workers share them out, these
+# must not begin last.
+LONGEST = [
+    "test_compile_compiles",
+    "demo_solves",
+    "11_demonstrations",
+    "14_torchrl",
+    "test_ray.py",
+    "07_checkpoints",
+]
+LONGEST += [
+    "04_hindsight",
+    "06_sequences",
+    "17_many",
+    "test_every_library",
+    "01_quick",
+    "08_migration",
+    "16_world",
+]
 LONGEST += ["15_multi", "13_recipes", "test_wheel", "test_kill.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         names = LONGEST if item.get_closest_marker("slow") else []
-        return next((at for at, name in enumerate(names) if name in item.nodeid), len(LONGEST))
+        return next(
+            (at for at, name in enumerate(names) if name in item.nodeid), len(LONGEST)
+        )
 
     items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip tests of TorchRL's prioritized sampler where its extension does not load: it was built for another torch."""
+    """Skip tests of TorchRL's prioritized sampler where its extension does not load: it
+    was built for another torch."""
     try:
         yield
     except RuntimeError as error:
@@ -117,9 +164,12 @@ def pytest_runtest_call() -> Iterator[None]:
 
 @pytest.fixture(params=["loops", "torch"])
 def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with the look-ups of episodes of the CPU, and with those of other devices."""
+    """Run the test with the look-ups of episodes of the CPU, and with those of other
+    devices."""
     if request.param == "torch":
-        monkeypatch.setattr("rlbuf_td.storages.episodes.uses_numba", lambda device: False)
+        monkeypatch.setattr(
+            "rlbuf_td.storages.episodes.uses_numba", lambda device: False
+        )
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +179,9 @@ def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  else it kills what runs where memory is short
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  with Ray's 15, other tests delay restarts
-    paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
+    paths = {
+        "PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
+    }
     ray.init(
         address="local",  # else one that somebody else runs here is taken
         num_cpus=2,

@@ -18,7 +18,8 @@ class Walk(gymnasium.Env):
     def __init__(self, kind: str = "box", longest: int = 6) -> None:
         self.kind, self.longest = kind, longest
         self.observation_space, self.action_space = SPACES[kind], Discrete(3)
-        self.history: list[tuple[Any, ...]] = []  # (obs, action, reward, next_obs, terminated, truncated, info)
+        # (obs, action, reward, next_obs, terminated, truncated, info)
+        self.history: list[tuple[Any, ...]] = []
         self._episode = self._step = self._last = 0
 
     def _observe(self) -> Any:
@@ -29,9 +30,15 @@ class Walk(gymnasium.Env):
         if self.kind == "tuple":
             return (place, self._step)
         mask = np.array([self._step % 2, 1, self._episode % 2], np.int8)
-        return {"place": place, "inner": {"image": image, "step": np.int64(self._step)}, "pair": (place[::-1], mask)}
+        return {
+            "place": place,
+            "inner": {"image": image, "step": np.int64(self._step)},
+            "pair": (place[::-1], mask),
+        }
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._episode += 1
         self._step, self._last = 0, int(self.np_random.integers(1, self.longest))
@@ -45,8 +52,16 @@ class Walk(gymnasium.Env):
         info: dict[str, Any] = {"energy": self._episode + self._step / 10}
         if ended:
             info["won"] = terminated
-        result = self._observe(), float(action) + 0.5, terminated, ended and not terminated, info
-        self.history.append(deepcopy((before, int(action), *result[1:2], result[0], *result[2:])))
+        result = (
+            self._observe(),
+            float(action) + 0.5,
+            terminated,
+            ended and not terminated,
+            info,
+        )
+        self.history.append(
+            deepcopy((before, int(action), *result[1:2], result[0], *result[2:]))
+        )
         return result
 
 
@@ -63,14 +78,19 @@ SPACES = {
 
 
 class Nested(gymnasium.ObservationWrapper):
-    """Beside the observation, a nested Dict of mixed dtypes: image uint8, vector float32, discrete int64, mask bool."""
+    """Beside the observation, a nested Dict of mixed dtypes: image uint8, vector
+    float32, discrete int64, mask bool."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
         self.observation_space = Dict(
             observation=env.observation_space,
             camera=Dict(image=Box(0, 255, (3, 4, 4), np.uint8)),
-            body=Dict(vector=Box(-1, 1, (5,), np.float32), mode=Discrete(4), mask=Box(0, 1, (3,), np.bool_)),
+            body=Dict(
+                vector=Box(-1, 1, (5,), np.float32),
+                mode=Discrete(4),
+                mask=Box(0, 1, (3,), np.bool_),
+            ),
         )
 
     def observation(self, observation: Any) -> Any:
@@ -97,7 +117,9 @@ class Rewarded(Walk):
 
     def step(self, action: Any) -> Any:
         obs, reward, *rest = super().step(action)
-        rewards: Any = reward + np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
+        rewards: Any = reward + np.arange(
+            np.prod(self.shape), dtype=np.float32
+        ).reshape(self.shape)
         self.history[-1] = (*self.history[-1][:2], rewards, *self.history[-1][3:])
         return obs, rewards, *rest
 
@@ -105,8 +127,12 @@ class Rewarded(Walk):
 def rewarded(shape: tuple[int, ...], lanes: int, declared: bool = False) -> Any:
     if not lanes:
         return Rewarded(shape, declared)
-    env = SyncVectorEnv([partial(Rewarded, shape, declared)] * lanes, autoreset_mode=AutoresetMode.SAME_STEP)
-    env._rewards = np.zeros((lanes, *shape))  # as multi-objective vector environments do
+    env = SyncVectorEnv(
+        [partial(Rewarded, shape, declared)] * lanes,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+    )
+    # as multi-objective vector environments do
+    env._rewards = np.zeros((lanes, *shape))
     if declared:
         env.reward_space = gymnasium.spaces.Box(-9, 9, shape)  # pyrefly: ignore [missing-attribute]
     return env

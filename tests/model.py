@@ -1,8 +1,9 @@
 """What a buffer must hold and give, in plain Python: the one oracle of the tests.
 
-A :class:`Model` is told of everything that a buffer is told. It keeps a deque of rows per lane, caches nothing, and
-answers each question by walking from row to row. :func:`expected` says what a batch of given rows must hold.
-:class:`World` makes random rows and writes them to a buffer and its model. :func:`assert_holds` and
+A :class:`Model` is told of everything that a buffer is told. It keeps a deque of rows
+per lane, caches nothing, and answers each question by walking from row to row.
+:func:`expected` says what a batch of given rows must hold. :class:`World` makes random
+rows and writes them to a buffer and its model. :func:`assert_holds` and
 :func:`assert_batch` compare. ``copy.deepcopy(model)`` is a saved state.
 """
 
@@ -24,12 +25,22 @@ from tensordict import TensorDict, TensorDictBase
 from rlbuf_td import PackedStorage, ReplayBuffer, TrajectoryIndex
 
 Key = tuple[str, ...]
-Fields = dict[Key, Any]  # of one row: numbers, or lists of numbers, all of them exact in float32
-Often = tuple[float, float, float]  # how likely a row terminates its episode, truncates it, begins another id
+# of one row: numbers, or lists of numbers, all of them exact in float32
+Fields = dict[Key, Any]
+# how likely a row terminates its episode, truncates it, begins another id
+Often = tuple[float, float, float]
 
-GOAL, NEXT_GOAL, OUTCOME = ("desired_goal",), ("next", "desired_goal"), ("next", "achieved_goal")
+GOAL, NEXT_GOAL, OUTCOME = (
+    ("desired_goal",),
+    ("next", "desired_goal"),
+    ("next", "achieved_goal"),
+)
 REWARD, INIT, TRAJ = ("next", "reward"), ("is_init",), ("collector", "traj_ids")
-DONE, TERMINATED, TRUNCATED = ("next", "done"), ("next", "terminated"), ("next", "truncated")
+DONE, TERMINATED, TRUNCATED = (
+    ("next", "done"),
+    ("next", "terminated"),
+    ("next", "truncated"),
+)
 
 
 # -- rows, lanes, episodes, priorities
@@ -43,8 +54,11 @@ class Row:
     serial: int  # its number in its lane; it lies in the cell (serial % steps, lane)
     fields: Fields
     priority: float
-    number: int  # of all rows of the buffer in the order of writing: the row's identity, which copies keep
-    breaks: bool = False  # begins an episode, whatever flag and id of the row before it say
+    # of all rows of the buffer in the order of writing: the row's identity, which
+    # copies keep
+    number: int
+    # begins an episode, whatever flag and id of the row before it say
+    breaks: bool = False
 
     @property
     def done(self) -> bool:
@@ -63,17 +77,22 @@ def continues(before: Row, row: Row) -> bool:
 
 @dataclass
 class Model:
-    """Lanes of rows, of which each keeps its newest ``steps``; ``lanes=0``: the rows ``[T]`` of a single lane."""
+    """Lanes of rows, of which each keeps its newest ``steps``; ``lanes=0``: the rows
+    ``[T]`` of a single lane."""
 
     steps: int
     lanes: int = 0
-    ordered: bool = True  # whether rows are written in time order; a reservoir's are not
+    # whether rows are written in time order; a reservoir's are not
+    ordered: bool = True
     floor: float = 0.0  # the sampler's ``min_priority``
     largest: float | None = None  # the largest magnitude of all updates
     written: int = 0  # rows ever written
-    began: int = 0  # their number before the last write, which does not store its first rows if they are too many
+    # their number before the last write, which does not store its first rows if they
+    # are too many
+    began: int = 0
     rows_of: list[deque[Row]] = field(default_factory=list)
-    last: list[Row | None] = field(default_factory=list)  # the newest row of each lane, even if it was removed since
+    # the newest row of each lane, even if it was removed since
+    last: list[Row | None] = field(default_factory=list)
     cut: set[int] = field(default_factory=set)  # lanes whose next row begins an episode
 
     def __post_init__(self) -> None:
@@ -85,8 +104,18 @@ class Model:
     def append(self, lane: int, fields: Fields) -> Row:
         """Write a row to a lane, whose oldest row goes if the lane is full."""
         rows, before = self.rows_of[lane], self.last[lane]
-        row = Row(lane, rows[-1].serial + 1 if rows else 0, dict(fields), self.entry, self.written)
-        row.breaks = before is None or lane in self.cut or (not rows and not continues(before, row))
+        row = Row(
+            lane,
+            rows[-1].serial + 1 if rows else 0,
+            dict(fields),
+            self.entry,
+            self.written,
+        )
+        row.breaks = (
+            before is None
+            or lane in self.cut
+            or (not rows and not continues(before, row))
+        )
         rows.append(row)
         self._drop(rows, self.steps, self.began)
         self.last[lane] = row
@@ -95,16 +124,19 @@ class Model:
         return row
 
     def _drop(self, rows: deque[Row], steps: int, stored: float = math.inf) -> None:
-        """Remove the oldest rows; the oldest that is left keeps whether it began an episode.
+        """Remove the oldest rows; the oldest that is left keeps whether it began an
+        episode.
 
-        Rows whose number is not below ``stored`` have never been stored, so that nobody knows what came before it.
+        Rows whose number is not below ``stored`` have never been stored, so that nobody
+        knows what came before it.
         """
         while len(rows) > steps:
             gone = rows.popleft()
             rows[0].breaks |= gone.number < stored and not continues(gone, rows[0])
 
     def give_up(self, more: Sequence[int]) -> None:
-        """Remove the rows that a write of ``more[lane]`` rows to each lane was about to replace when it ended."""
+        """Remove the rows that a write of ``more[lane]`` rows to each lane was about to
+        replace when it ended."""
         for rows, count in zip(self.rows_of, more, strict=True):
             while len(rows) > max(0, self.steps - count):
                 gone = rows.popleft()
@@ -112,31 +144,42 @@ class Model:
                     rows[0].breaks |= not continues(gone, rows[0])
 
     def put(self, slot: int, lane: int, fields: Fields) -> Row:
-        """Write a row to a cell, as a writer without order does: the row after the last one, or replace one."""
+        """Write a row to a cell, as a writer without order does: the row after the last
+        one, or replace one."""
         rows = self.rows_of[lane]
         if slot == len(rows):
             return self.append(lane, fields)
-        rows[slot] = Row(lane, slot, dict(fields), self.entry, self.written, breaks=True)
+        rows[slot] = Row(
+            lane, slot, dict(fields), self.entry, self.written, breaks=True
+        )
         self.written += 1
         return rows[slot]
 
     def replace(self, row: Row, fields: Fields) -> None:
-        """Write other entries in the place of a row's, which keeps its identity, its place in time and its priority."""
+        """Write other entries in the place of a row's, which keeps its identity, its
+        place in time and its priority."""
         row.fields = dict(fields)
 
     def edit(self, row: Row, fields: Fields) -> None:
-        """Set some entries of a stored row; its episode may end then, or go on in the next one."""
+        """Set some entries of a stored row; its episode may end then, or go on in the
+        next one."""
         row.fields |= fields
 
     def write_back(self, rows: Sequence[Row], fields: Sequence[Fields]) -> int:
-        """Set entries of the rows that are still stored, those of a row that occurs often in turn. Return how many."""
-        kept = [(self.row(*self.cell(row)), new) for row, new in zip(rows, fields, strict=True) if self.holds(row)]
+        """Set entries of the rows that are still stored, those of a row that occurs
+        often in turn. Return how many."""
+        kept = [
+            (self.row(*self.cell(row)), new)
+            for row, new in zip(rows, fields, strict=True)
+            if self.holds(row)
+        ]
         for row, new in kept:
             self.edit(row, new)
         return len(kept)
 
     def clear(self) -> None:
-        """Remove all rows. Episodes go on, so that one whose first rows are gone is never whole."""
+        """Remove all rows. Episodes go on, so that one whose first rows are gone is
+        never whole."""
         for rows in self.rows_of:
             rows.clear()
 
@@ -146,11 +189,13 @@ class Model:
         self.largest = None
 
     def begin_episodes(self, lanes: Iterable[int] | None = None) -> None:
-        """Let the next row of each lane begin an episode: after a load, a reopening, a reset, another writer."""
+        """Let the next row of each lane begin an episode: after a load, a reopening, a
+        reset, another writer."""
         self.cut |= set(range(len(self.rows_of)) if lanes is None else lanes)
 
     def resize(self, steps: int) -> None:
-        """Keep the newest rows of each lane, which lie in its first cells then, the oldest first."""
+        """Keep the newest rows of each lane, which lie in its first cells then, the
+        oldest first."""
         self.steps = steps
         for rows in self.rows_of:
             self._drop(rows, steps)
@@ -208,21 +253,31 @@ class Model:
         return None if row is rows[-1] else rows[rows.index(row) + 1]
 
     def ended(self, row: Row) -> bool:
-        """Whether a row's episode has ended: with a flag, or because its lane's next row begins another."""
+        """Whether a row's episode has ended: with a flag, or because its lane's next
+        row begins another."""
         last = self.episode(row)[-1]
         return last.done or self.next(last) is not None
 
     def reach(self, row: Row) -> tuple[int, int, bool]:
-        """Return how many stored rows of its episode lie before and after a row, and whether it has ended."""
+        """Return how many stored rows of its episode lie before and after a row, and
+        whether it has ended."""
         whole = self.episode(row)
         back = whole.index(row)
         return back, len(whole) - 1 - back, self.ended(row)
 
     def whole(self, *, only_finished: bool = True) -> list[list[Row]]:
         """Return the episodes whose rows are all stored, by lane and age."""
-        oldest = [rows[0] for rows in self.rows_of if rows and not rows[0].breaks]  # of which more may have been there
-        starts = [row for rows in self.rows_of for row in rows if self.episode(row)[0] is row and row not in oldest]
-        return [self.episode(row) for row in starts if self.ended(row) or not only_finished]
+        # of which more may have been there
+        oldest = [rows[0] for rows in self.rows_of if rows and not rows[0].breaks]
+        starts = [
+            row
+            for rows in self.rows_of
+            for row in rows
+            if self.episode(row)[0] is row and row not in oldest
+        ]
+        return [
+            self.episode(row) for row in starts if self.ended(row) or not only_finished
+        ]
 
     # priorities
 
@@ -232,7 +287,8 @@ class Model:
         return max(self.floor, 1.0) if self.largest is None else self.largest
 
     def update(self, rows: Sequence[Row], errors: Sequence[float]) -> int:
-        """Set priorities from TD errors; return how many were stale. Raise, and change nothing, if one is no number."""
+        """Set priorities from TD errors; return how many were stale. Raise, and change
+        nothing, if one is no number."""
         if not all(map(math.isfinite, errors)):
             raise ValueError(f"a TD error of {errors} is not finite")
         stale = 0
@@ -264,9 +320,13 @@ def uniform(model: Model, max_age: float = math.inf) -> list[float]:
     return _normalized(float(age(model, row) <= max_age) for row in model.rows())
 
 
-def recency(model: Model, half_life: float, window: float = math.inf, max_age: float = math.inf) -> list[float]:
+def recency(
+    model: Model, half_life: float, window: float = math.inf, max_age: float = math.inf
+) -> list[float]:
     ages = [age(model, row) for row in model.rows()]
-    return _normalized(0.5 ** (a / half_life) * (a < window and a <= max_age) for a in ages)
+    return _normalized(
+        0.5 ** (a / half_life) * (a < window and a <= max_age) for a in ages
+    )
 
 
 def proportional(model: Model, alpha: float, eps: float = 1e-8) -> list[float]:
@@ -274,7 +334,8 @@ def proportional(model: Model, alpha: float, eps: float = 1e-8) -> list[float]:
 
 
 def by_rank(model: Model, alpha: float) -> list[float]:
-    """Rows of equal priorities rank by their order here; a sampler may rank them in any order."""
+    """Rows of equal priorities rank by their order here; a sampler may rank them in any
+    order."""
     rows = model.rows()
     order = sorted(range(len(rows)), key=lambda at: -rows[at].priority)
     rank = {at: 1 + place for place, at in enumerate(order)}
@@ -282,21 +343,38 @@ def by_rank(model: Model, alpha: float) -> list[float]:
 
 
 def importance(
-    law: Sequence[float], drawn: Sequence[int], beta: float, norm: Literal["buffer", "batch"] | None = "buffer"
+    law: Sequence[float],
+    drawn: Sequence[int],
+    beta: float,
+    norm: Literal["buffer", "batch"] | None = "buffer",
 ) -> list[float]:
-    """Return the importance weights of the rows drawn, which are places in ``model.rows()``."""
+    """Return the importance weights of the rows drawn, which are places in
+    ``model.rows()``."""
     weights = [(len(law) * law[at]) ** -beta for at in drawn]
     if norm == "batch":
         return [weight / max(weights) for weight in weights]
     least = min(p for p in law if p > 0)
-    return weights if norm is None else [weight / (len(law) * least) ** -beta for weight in weights]
+    return (
+        weights
+        if norm is None
+        else [weight / (len(law) * least) ** -beta for weight in weights]
+    )
 
 
-def combined(errors: Sequence[float], counts: Sequence[bool], eta: float | None = None) -> float:
-    """Return the priority of a window's anchor: the largest magnitude, or a mix with the mean as in R2D2."""
-    magnitudes = [abs(error) for error, here in zip(errors, counts, strict=True) if here]
+def combined(
+    errors: Sequence[float], counts: Sequence[bool], eta: float | None = None
+) -> float:
+    """Return the priority of a window's anchor: the largest magnitude, or a mix with
+    the mean as in R2D2."""
+    magnitudes = [
+        abs(error) for error, here in zip(errors, counts, strict=True) if here
+    ]
     largest = max(magnitudes)
-    return largest if eta is None else eta * largest + (1 - eta) * math.fsum(magnitudes) / len(magnitudes)
+    return (
+        largest
+        if eta is None
+        else eta * largest + (1 - eta) * math.fsum(magnitudes) / len(magnitudes)
+    )
 
 
 # -- what a batch of given rows must hold
@@ -325,7 +403,8 @@ class Recipe:
 
 
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
-    """Return minus the distance to the goal, the more the greater the action, ``[B]``."""
+    """Return minus the distance to the goal, the more the greater the action,
+    ``[B]``."""
     return -(batch[OUTCOME] - batch[GOAL]).abs().sum(-1) * (1 + batch["action"]) / 8
 
 
@@ -335,19 +414,35 @@ def terminated_fn(batch: TensorDictBase) -> torch.Tensor:
 
 
 def relabeled(row: Row, goal: Row | None) -> Fields:
-    """Return a transition whose goal is what another row has achieved, with its reward and end; None: as it is."""
+    """Return a transition whose goal is what another row has achieved, with its reward
+    and end; None: as it is."""
     if goal is None:
         return dict(row.fields)
     new, reached = goal.fields[OUTCOME], row.fields[OUTCOME]
     distance = sum(abs(a - b) for a, b in zip(reached, new, strict=True))
-    end = {TERMINATED: [reached == new], DONE: [reached == new or row.fields[TRUNCATED][0]]}
-    return row.fields | {GOAL: new, NEXT_GOAL: new, REWARD: [-distance * (1 + row.fields["action",]) / 8]} | end
+    end = {
+        TERMINATED: [reached == new],
+        DONE: [reached == new or row.fields[TRUNCATED][0]],
+    }
+    return (
+        row.fields
+        | {
+            GOAL: new,
+            NEXT_GOAL: new,
+            REWARD: [-distance * (1 + row.fields["action",]) / 8],
+        }
+        | end
+    )
 
 
 def allowed_goals(model: Model, row: Row, strategy: str) -> list[Row]:
     if strategy == "random":
         return model.rows()
-    return {"future": [*model.later(row)], "episode": model.episode(row), "final": model.episode(row)[-1:]}[strategy]
+    return {
+        "future": [*model.later(row)],
+        "episode": model.episode(row),
+        "final": model.episode(row)[-1:],
+    }[strategy]
 
 
 def transition(model: Model, row: Row, goal: Row | None, recipe: Recipe) -> Fields:
@@ -376,18 +471,28 @@ def window(model: Model, anchor: Row, recipe: Recipe) -> tuple[list[Row], list[b
     return [whole[min(max(step, 0), len(whole) - 1)] for step in wanted], real
 
 
-def expected(model: Model, anchors: Sequence[Row], goals: Sequence[Row | None], recipe: Recipe) -> list[Fields]:
+def expected(
+    model: Model, anchors: Sequence[Row], goals: Sequence[Row | None], recipe: Recipe
+) -> list[Fields]:
     """Return the rows of a batch, given the rows drawn and the goal of each."""
     batch: list[Fields] = []
     for anchor, goal in zip(anchors, goals, strict=True):
         report: Fields = {("relabeled",): goal is not None} if recipe.hindsight else {}
         if not recipe.sequence:
-            batch.append(transition(model, anchor, goal, recipe) | report | {("index",): model.cell(anchor)})
+            batch.append(
+                transition(model, anchor, goal, recipe)
+                | report
+                | {("index",): model.cell(anchor)}
+            )
             continue
         rows, real = window(model, anchor, recipe)
         first, last = real.index(True), len(real) - 1 - real[::-1].index(True)
         for j, row in enumerate(rows):
-            fields = transition(model, row, goal, recipe) | report | {("index",): model.cell(row)}
+            fields = (
+                transition(model, row, goal, recipe)
+                | report
+                | {("index",): model.cell(row)}
+            )
             begins = recipe.across and real[j] and model.episode(row)[0] is row
             fields[INIT] = [fields[INIT][0] or j in (0, first) or begins]
             for key in (TRUNCATED, DONE):
@@ -403,23 +508,48 @@ def expected(model: Model, anchors: Sequence[Row], goals: Sequence[Row | None], 
 class World:
     """Random rows, no two alike, which are written to a buffer and to its model.
 
-    In each episode the next observation of a row is the observation of the following one, and so are the ``frames``.
+    In each episode the next observation of a row is the observation of the following
+    one, and so are the ``frames``.
     """
 
-    def __init__(self, rb: Any, model: Model, seed: int = 0, often: Often = (0.08, 0.05, 0.03), *, ids: bool = True):
-        self.rb, self.model, self.often, self.ids, self.rng = rb, model, often, ids, random.Random(seed)
+    def __init__(
+        self,
+        rb: Any,
+        model: Model,
+        seed: int = 0,
+        often: Often = (0.08, 0.05, 0.03),
+        *,
+        ids: bool = True,
+    ):
+        self.rb, self.model, self.often, self.ids, self.rng = (
+            rb,
+            model,
+            often,
+            ids,
+            random.Random(seed),
+        )
         lanes = len(model.rows_of)
         self.fresh, self.names, self.count = [True] * lanes, [*range(lanes)], 0
         self.achieved = [[-1.0, float(lane)] for lane in range(lanes)]
 
     @classmethod
-    def of(cls, sampler: Any, steps: int, lanes: int = 0, fill: float = 0.0, **given: Any) -> World:
-        """Return a world with a new buffer of ``[steps]`` or, with several lanes, ``[steps, lanes]`` rows."""
+    def of(
+        cls, sampler: Any, steps: int, lanes: int = 0, fill: float = 0.0, **given: Any
+    ) -> World:
+        """Return a world with a new buffer of ``[steps]`` or, with several lanes,
+        ``[steps, lanes]`` rows."""
         lanes = lanes if lanes > 1 else 0
-        mine = {name: given.pop(name) for name in ("seed", "often", "ids") if name in given}
-        cls_, storage = given.pop("buffer", ReplayBuffer), given.pop("storage", PackedStorage)
+        mine = {
+            name: given.pop(name) for name in ("seed", "often", "ids") if name in given
+        }
+        cls_, storage = (
+            given.pop("buffer", ReplayBuffer),
+            given.pop("storage", PackedStorage),
+        )
         place = storage(steps * max(1, lanes), ndim=2 if lanes else 1)
-        world = cls(cls_(storage=place, sampler=sampler, **given), Model(steps, lanes), **mine)
+        world = cls(
+            cls_(storage=place, sampler=sampler, **given), Model(steps, lanes), **mine
+        )
         left = round(fill * steps)
         while left:
             part = left if left < 11 else world.rng.randint(2, 9)
@@ -461,31 +591,45 @@ class World:
 
     def extend(self, steps: int) -> Any:
         """Write whole time steps, ``[n]`` or ``[E, n]``; return their index."""
-        rows = [[self.make(lane) for lane in range(len(self.names))] for _ in range(steps)]
-        data = as_tensordict([row for step in rows for row in step]).view(steps, len(self.names))
-        index = self.rb.extend(data.transpose(0, 1).contiguous() if self.model.lanes else data[:, 0])
+        rows = [
+            [self.make(lane) for lane in range(len(self.names))] for _ in range(steps)
+        ]
+        data = as_tensordict([row for step in rows for row in step]).view(
+            steps, len(self.names)
+        )
+        index = self.rb.extend(
+            data.transpose(0, 1).contiguous() if self.model.lanes else data[:, 0]
+        )
         return self.tell([row for step in rows for row in enumerate(step)], index)
 
     def add(self) -> Any:
         """Write one time step."""
         rows = [self.make(lane) for lane in range(len(self.names))]
         data = as_tensordict(rows)
-        return self.tell([*enumerate(rows)], self.rb.add(data if self.model.lanes else data[0]))
+        return self.tell(
+            [*enumerate(rows)], self.rb.add(data if self.model.lanes else data[0])
+        )
 
     def append(self, lanes: Sequence[int]) -> Any:
         """Write single rows, in this order, to lanes that advance alone."""
         rows = [self.make(lane) for lane in lanes]
         return self.tell(
-            [*zip(lanes, rows, strict=True)], self.rb.extend(as_tensordict(rows), lanes=torch.tensor(lanes))
+            [*zip(lanes, rows, strict=True)],
+            self.rb.extend(as_tensordict(rows), lanes=torch.tensor(lanes)),
         )
 
     def tell(self, rows: Sequence[tuple[int, Fields]], index: Any = None) -> Any:
-        """Tell the model of rows that the buffer has got, and compare the index that the buffer has returned."""
+        """Tell the model of rows that the buffer has got, and compare the index that
+        the buffer has returned."""
         self.model.began = self.model.written
-        cells = [self.model.cell(self.model.append(lane, fields)) for lane, fields in rows]
+        cells = [
+            self.model.cell(self.model.append(lane, fields)) for lane, fields in rows
+        ]
         if isinstance(self.rb, ReplayBuffer):
             found = torch.as_tensor(index).reshape(len(rows), -1).tolist()
-            assert found == [[*cell] if self.model.lanes else [cell[0]] for cell in cells], "the index of written rows"
+            assert found == [
+                [*cell] if self.model.lanes else [cell[0]] for cell in cells
+            ], "the index of written rows"
         return index
 
     def empty(self) -> None:
@@ -497,10 +641,16 @@ class World:
 
     def rows_at(self, index: torch.Tensor) -> list[Row]:
         """Return the rows at a batch's index, ``[n]`` or ``[n, 2]``."""
-        return [self.model.row(*(cell if isinstance(cell, list) else [cell])) for cell in index.tolist()]
+        return [
+            self.model.row(*(cell if isinstance(cell, list) else [cell]))
+            for cell in index.tolist()
+        ]
 
-    def drawn(self, batch: TensorDictBase, recipe: Recipe) -> tuple[list[Row], list[Row | None]]:
-        """Return what chance has decided about a batch: its anchors, and their goals, each of which must be allowed."""
+    def drawn(
+        self, batch: TensorDictBase, recipe: Recipe
+    ) -> tuple[list[Row], list[Row | None]]:
+        """Return what chance has decided about a batch: its anchors, and their goals,
+        each of which must be allowed."""
         model, batch = self.model, batch.flatten()
         key = "anchor_index" if recipe.sequence else "index"
         anchors = self.rows_at(batch[key][:: recipe.window])
@@ -508,23 +658,40 @@ class World:
         for j, anchor in enumerate(anchors if recipe.hindsight else []):
             if batch["relabeled"][j * recipe.window]:
                 goal = batch["desired_goal"][j * recipe.window].tolist()
-                found = [row for row in allowed_goals(model, anchor, recipe.strategy) if row.fields[OUTCOME] == goal]
-                assert found, f"{goal} was not reached where {recipe.strategy} goals of {model.cell(anchor)} are"
+                found = [
+                    row
+                    for row in allowed_goals(model, anchor, recipe.strategy)
+                    if row.fields[OUTCOME] == goal
+                ]
+                assert found, (
+                    f"{goal} was not reached where {recipe.strategy} goals of {model.cell(anchor)} are"
+                )
                 goals[j] = found[0]
         return anchors, goals
 
-    def check_batch(self, batch: TensorDictBase, recipe: Recipe = Recipe()) -> list[Row]:
-        """Compare a batch, but for what the inner sampler reports, with what its anchors say; return the anchors."""
+    def check_batch(
+        self, batch: TensorDictBase, recipe: Recipe = Recipe()
+    ) -> list[Row]:
+        """Compare a batch, but for what the inner sampler reports, with what its
+        anchors say; return the anchors."""
         anchors, goals = self.drawn(batch, recipe)
         innermost = getattr(self.rb.sampler, "innermost", self.rb.sampler)
-        report = {"priority_weight", "sampled_at", *getattr(innermost, "report_keys", ())}
-        assert_batch(batch.exclude(*report), expected(self.model, anchors, goals, recipe))
+        report = {
+            "priority_weight",
+            "sampled_at",
+            *getattr(innermost, "report_keys", ()),
+        }
+        assert_batch(
+            batch.exclude(*report), expected(self.model, anchors, goals, recipe)
+        )
         return anchors
 
 
 def as_tensordict(rows: Sequence[Fields]) -> TensorDict:
     """Return rows as ``[n]``: floats as float32, whole numbers as int64."""
-    return TensorDict({key: torch.tensor([row[key] for row in rows]) for key in rows[0]}, [len(rows)])
+    return TensorDict(
+        {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}, [len(rows)]
+    )
 
 
 def index_of(model: Model, rows: Sequence[Row]) -> Any:
@@ -534,7 +701,8 @@ def index_of(model: Model, rows: Sequence[Row]) -> Any:
 
 
 def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
-    """Compare keys, shapes and values of a batch ``[n]`` with the rows that it must hold."""
+    """Compare keys, shapes and values of a batch ``[n]`` with the rows that it must
+    hold."""
     keys = {key if isinstance(key, tuple) else (key,) for key in batch.keys(True, True)}
     assert keys == set(rows[0]), f"unlike keys: {keys ^ set(rows[0])}"
     assert batch.batch_size == (len(rows),)
@@ -542,19 +710,34 @@ def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
         found, wanted = batch[key].cpu(), torch.tensor([row[key] for row in rows])
         if key in (("index",), ("anchor_index",)) and found.ndim == 1:
             wanted = wanted[:, 0]
-        assert found.shape == wanted.shape, f"{key}: {found.shape}, expected {wanted.shape}"
-        close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if key == REWARD else {"rtol": 0.0, "atol": 0.0}
-        torch.testing.assert_close(found.double(), wanted.double(), msg=partial("{}: {}".format, key), **close)
+        assert found.shape == wanted.shape, (
+            f"{key}: {found.shape}, expected {wanted.shape}"
+        )
+        close: dict[str, Any] = (
+            {"rtol": 1e-5, "atol": 1e-5}
+            if key == REWARD
+            else {"rtol": 0.0, "atol": 0.0}
+        )
+        torch.testing.assert_close(
+            found.double(), wanted.double(), msg=partial("{}: {}".format, key), **close
+        )
 
 
 def assert_equal(what: str, found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
     """Compare what is said of each cell, and show only what differs."""
-    unlike = {at: (found.get(at), wanted.get(at)) for at in [*found, *wanted] if found.get(at) != wanted.get(at)}
+    unlike = {
+        at: (found.get(at), wanted.get(at))
+        for at in [*found, *wanted]
+        if found.get(at) != wanted.get(at)
+    }
     assert not unlike, f"{what}, by cell, found and expected: {unlike}"
 
 
-def assert_holds(rb: Any, model: Model, *, episodes: bool = True, extra: Sequence[Any] = ()) -> None:
-    """Compare all rows, lanes, priorities and episodes of a buffer with its model, without ``extra`` entries."""
+def assert_holds(
+    rb: Any, model: Model, *, episodes: bool = True, extra: Sequence[Any] = ()
+) -> None:
+    """Compare all rows, lanes, priorities and episodes of a buffer with its model,
+    without ``extra`` entries."""
     rows, storage = model.rows(), rb.storage
     is_ours = isinstance(rb, ReplayBuffer) and isinstance(storage, PackedStorage)
     if is_ours:
@@ -563,28 +746,62 @@ def assert_holds(rb: Any, model: Model, *, episodes: bool = True, extra: Sequenc
     if not rows:
         return
     index, cells = index_of(model, rows), [model.cell(row) for row in rows]
-    assert_batch(storage.get(index).exclude("index", *extra), [row.fields for row in rows])
+    assert_batch(
+        storage.get(index).exclude("index", *extra), [row.fields for row in rows]
+    )
     for lane, held in enumerate(model.rows_of if is_ours else []):
         if held and model.ordered:
             found = (rb.lane(lane) if model.lanes else rb).chronological()
             assert_batch(found.exclude(*extra), [row.fields for row in held])
     sampler = getattr(rb.sampler, "innermost", rb.sampler)
     if hasattr(sampler, "priority"):
-        priority = zip(rows, sampler.priority(index, storage=storage).tolist(), strict=True)  # rounded to float32
-        near = [row.priority if math.isclose(p, row.priority, rel_tol=1e-6) else p for row, p in priority]
-        assert_equal("priorities", dict(zip(cells, near, strict=True)), {model.cell(row): row.priority for row in rows})
+        # rounded to float32
+        priority = zip(
+            rows, sampler.priority(index, storage=storage).tolist(), strict=True
+        )
+        near = [
+            row.priority if math.isclose(p, row.priority, rel_tol=1e-6) else p
+            for row, p in priority
+        ]
+        assert_equal(
+            "priorities",
+            dict(zip(cells, near, strict=True)),
+            {model.cell(row): row.priority for row in rows},
+        )
     if episodes and model.ordered:
         trajectories = TrajectoryIndex(storage)
-        reach = dict(zip(cells, zip(*(part.tolist() for part in trajectories.reach(index)), strict=True), strict=True))
-        assert_equal("steps back and ahead, ended", reach, {model.cell(row): model.reach(row) for row in rows})
-        first, length = (part.tolist() for part in trajectories.whole(only_finished=False))
-        found = dict(zip((divmod(row, max(1, model.lanes)) for row in first), length, strict=True))
-        wanted = {model.cell(whole[0]): len(whole) for whole in model.whole(only_finished=False)}
+        reach = dict(
+            zip(
+                cells,
+                zip(
+                    *(part.tolist() for part in trajectories.reach(index)), strict=True
+                ),
+                strict=True,
+            )
+        )
+        assert_equal(
+            "steps back and ahead, ended",
+            reach,
+            {model.cell(row): model.reach(row) for row in rows},
+        )
+        first, length = (
+            part.tolist() for part in trajectories.whole(only_finished=False)
+        )
+        found = dict(
+            zip(
+                (divmod(row, max(1, model.lanes)) for row in first), length, strict=True
+            )
+        )
+        wanted = {
+            model.cell(whole[0]): len(whole)
+            for whole in model.whole(only_finished=False)
+        }
         assert_equal("lengths of whole episodes", found, wanted)
 
 
 def saved(world: World) -> World:
-    """Return a copy of a world's model and counters, with no buffer, for a buffer that is loaded later."""
+    """Return a copy of a world's model and counters, with no buffer, for a buffer that
+    is loaded later."""
     rb, world.rb = world.rb, None
     try:
         return copy.deepcopy(world)

@@ -1,4 +1,5 @@
-"""Goodness of fit for samplers: strong enough to fail one that is 2 % off, and how often it fails a right one."""
+"""Goodness of fit for samplers: strong enough to fail one that is 2 % off, and how
+often it fails a right one."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from scipy import stats
 
 Counts: TypeAlias = torch.Tensor | np.ndarray | Sequence[float]
 
-#: A right sampler fails a test with this probability, at a random seed; the seeds are fixed.
+#: A right sampler fails a test with this probability, at a random seed; the seeds are
+# fixed.
 FALSE_ALARM = 1e-4
 
 
 def assert_follows(counts: Counts, probability: Counts) -> None:
     """Assert that ``counts`` of independent draws fit ``probability``, by chi-square.
 
-    Cells that expect fewer than five draws are pooled; a cell of probability 0 must not have been drawn at all.
-    Stratified draws vary less than independent ones, so that a right sampler passes all the more.
+    Cells that expect fewer than five draws are pooled; a cell of probability 0 must not
+    have been drawn at all. Stratified draws vary less than independent ones, so that a
+    right sampler passes all the more.
     """
     counts = np.asarray(counts, dtype=np.float64)
     probability = np.asarray(probability, dtype=np.float64)
@@ -30,17 +33,26 @@ def assert_follows(counts: Counts, probability: Counts) -> None:
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     keep = expected > 0
-    assert keep.sum() > 1 or (probability > 0).sum() == 1, "too few draws to judge the law by"
+    assert keep.sum() > 1 or (probability > 0).sum() == 1, (
+        "too few draws to judge the law by"
+    )
     if keep.sum() == 1:
         return
-    p_value = stats.chisquare(observed[keep], expected[keep] * observed[keep].sum() / expected[keep].sum()).pvalue
+    p_value = stats.chisquare(
+        observed[keep], expected[keep] * observed[keep].sum() / expected[keep].sum()
+    ).pvalue
     assert p_value > FALSE_ALARM, f"p = {p_value:.2e}: the draws do not follow the law"
 
 
 def power(probability: np.ndarray, draws: int, bias: float) -> float:
-    """Return how surely :func:`assert_follows` fails a sampler whose every other row is ``bias`` too likely."""
+    """Return how surely :func:`assert_follows` fails a sampler whose every other row is
+    ``bias`` too likely."""
     tilt = np.where(np.arange(len(probability)) % 2 == 0, 1.0 + bias, 1.0 - bias)
     biased = probability * tilt / (probability * tilt).sum()
-    noncentrality = draws * ((biased - probability) ** 2 / probability)[probability > 0].sum()
+    noncentrality = (
+        draws * ((biased - probability) ** 2 / probability)[probability > 0].sum()
+    )
     freedom = (probability > 0).sum() - 1
-    return float(stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality))
+    return float(
+        stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality)
+    )

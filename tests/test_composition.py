@@ -1,4 +1,5 @@
-"""Every sampler, within every wrapper, over every kind of buffer: what its batches hold, and how often rows are drawn.
+"""Every sampler, within every wrapper, over every kind of buffer: what its batches
+hold, and how often rows are drawn.
 
 What happens between batches (writes, updates, loads, ...) is in ``test_lockstep.py``.
 """
@@ -49,21 +50,37 @@ FILLS = {"filling": 0.6, "full": 1.0, "wrapped": 2.4}
 BUFFERS: dict[str, Any] = {
     "ours": (ReplayBuffer, PackedStorage, RingWriter),
     "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
-    "ours, observations once": (ReplayBuffer, partial(PackedStorage, share_next=["achieved_goal"]), RingWriter),
-    "TorchRL's, observations once": (TensorDictReplayBuffer, partial(PackedStorage, share_next=True), RingWriter),
+    "ours, observations once": (
+        ReplayBuffer,
+        partial(PackedStorage, share_next=["achieved_goal"]),
+        RingWriter,
+    ),
+    "TorchRL's, observations once": (
+        TensorDictReplayBuffer,
+        partial(PackedStorage, share_next=True),
+        RingWriter,
+    ),
 }
 ANCHORS = 40  # drawn at once
 
-# Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
+# Weights relative to the whole buffer; draws independent of each other, as the test of
+# their law expects.
 GIVEN: dict[str, Any] = {"alpha": 0.7, "beta": 0.5, "stratified": False}
-INNER: dict[str, Callable[[int], Any]] = {name: SAMPLERS[name] for name in catalogue.LAWS} | {
+INNER: dict[str, Callable[[int], Any]] = {
+    name: SAMPLERS[name] for name in catalogue.LAWS
+} | {
     "proportional": lambda rows: ProportionalSampler(rows, **GIVEN),
     "rank": lambda rows: RankSampler(rows, **GIVEN),
     "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 5),
     "floored": lambda rows: ProportionalSampler(rows, **GIVEN, min_priority=1.0),
-    "fresh over proportional": lambda rows: FreshRowsSampler(ProportionalSampler(rows, **GIVEN), 5),
+    "fresh over proportional": lambda rows: FreshRowsSampler(
+        ProportionalSampler(rows, **GIVEN), 5
+    ),
 }
-LAWS = catalogue.LAWS | {"rank": lambda model: m.by_rank(model, 0.7), "fresh": m.uniform}
+LAWS = catalogue.LAWS | {
+    "rank": lambda model: m.by_rank(model, 0.7),
+    "fresh": m.uniform,
+}
 
 
 def law_of(kind: str, model: Model) -> np.ndarray:
@@ -73,21 +90,39 @@ def law_of(kind: str, model: Model) -> np.ndarray:
 def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
     given: dict[str, Any]
     if recipe.hindsight:
-        given = {"strategy": recipe.strategy, "future_gamma": recipe.future_gamma, "her_ratio": recipe.her_ratio}
-        sampler = HindsightSampler(sampler, m.reward_fn, **given, terminated_fn=m.terminated_fn)
+        given = {
+            "strategy": recipe.strategy,
+            "future_gamma": recipe.future_gamma,
+            "her_ratio": recipe.her_ratio,
+        }
+        sampler = HindsightSampler(
+            sampler, m.reward_fn, **given, terminated_fn=m.terminated_fn
+        )
     if recipe.n_step:
         sampler = NStepSampler(sampler, recipe.n, recipe.gamma)
     if recipe.sequence:
-        given = {"burn_in": recipe.burn_in, "boundary": recipe.boundary, "across_episodes": recipe.across}
+        given = {
+            "burn_in": recipe.burn_in,
+            "boundary": recipe.boundary,
+            "across_episodes": recipe.across,
+        }
         sampler = SequenceSampler(sampler, recipe.length, **given)
     return sampler
 
 
-def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int = 0) -> tuple[World, Any]:
-    """Return a filled world, and the sampler that draws its rows; prioritized rows have distinct priorities."""
+def make(
+    kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int = 0
+) -> tuple[World, Any]:
+    """Return a filled world, and the sampler that draws its rows; prioritized rows have
+    distinct priorities."""
     steps, lanes = (59, 0) if ndim == 1 else (21, 3)
     cls, storage, writer = BUFFERS[buffer]
-    parts = {"buffer": cls, "storage": storage, "writer": writer(), "batch_size": ANCHORS * recipe.window}
+    parts = {
+        "buffer": cls,
+        "storage": storage,
+        "writer": writer(),
+        "batch_size": ANCHORS * recipe.window,
+    }
     sampler = wrapped(INNER[kind](steps * max(1, lanes)), recipe)
     world = World.of(sampler, steps, lanes, FILLS.get(fill, 0.0), seed=seed, **parts)
     if fill == "unlike lanes":
@@ -98,13 +133,16 @@ def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int
     if hasattr(inner, "priority"):
         rows = world.model.rows()
         errors = [(-1) ** at * (0.125 + at * 37 % 101 / 64) for at in range(len(rows))]
-        inner.update_priority(index_of(world.model, rows), torch.tensor(errors), storage=world.rb.storage)
+        inner.update_priority(
+            index_of(world.model, rows), torch.tensor(errors), storage=world.rb.storage
+        )
         world.model.update(rows, errors)
     return world, inner
 
 
 def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
-    """Draw batches, and compare each with brute force; then their law, and priorities that come back."""
+    """Draw batches, and compare each with brute force; then their law, and priorities
+    that come back."""
     world, sampler = make(kind, recipe, ndim, fill, buffer)
     torch.manual_seed(0)
     model, rows, law = world.model, world.model.rows(), law_of(kind, world.model)
@@ -117,10 +155,17 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         if j < 2:
             world.check_batch(batch, recipe)
         if hasattr(sampler, "priority"):
-            weight = torch.tensor(m.importance(law.tolist(), drawn, 0.5)).repeat_interleave(recipe.window)
-            torch.testing.assert_close(batch["priority_weight"], weight, rtol=1e-5, atol=1e-5)
-        assert not recipe.hindsight or 0 < sum(goal is not None for goal in goals) < len(goals)
-    if kind not in ("fresh", "fresh over proportional"):  # whose law is not that of independent draws
+            weight = torch.tensor(
+                m.importance(law.tolist(), drawn, 0.5)
+            ).repeat_interleave(recipe.window)
+            torch.testing.assert_close(
+                batch["priority_weight"], weight, rtol=1e-5, atol=1e-5
+            )
+        assert not recipe.hindsight or 0 < sum(
+            goal is not None for goal in goals
+        ) < len(goals)
+    # whose law is not that of independent draws
+    if kind not in ("fresh", "fresh over proportional"):
         assert_follows(counts, law)
     if hasattr(sampler, "priority"):
         errors = torch.arange(len(batch)) % 61 / 16 - 1.5
@@ -128,7 +173,10 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         parts = errors.view(-1, recipe.window)
         if recipe.sequence:
             counted = (batch["mask"] & ~batch["burn_in_mask"]).view(-1, recipe.window)
-            largest = [m.combined(*each) for each in zip(parts.tolist(), counted.tolist(), strict=True)]
+            largest = [
+                m.combined(*each)
+                for each in zip(parts.tolist(), counted.tolist(), strict=True)
+            ]
         else:
             largest = parts[:, 0].tolist()
         model.update(anchors, largest)
@@ -136,16 +184,28 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
 
 
 def cells() -> Iterator[Any]:
-    """Yield every wrapper over every buffer and sampler, the dims and fills in turn; foreign storages over one sampler.
+    """Yield every wrapper over every buffer and sampler, the dims and fills in turn;
+    foreign storages over one sampler.
 
     A third is in the fast part: each wrapper with some of the others, which all occur.
     """
-    places, rows = [*product((1, 2), FILLS)], [*product(BUFFERS, ("uniform", "proportional", "rank"))]
+    places, rows = (
+        [*product((1, 2), FILLS)],
+        [*product(BUFFERS, ("uniform", "proportional", "rank"))],
+    )
     rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
-    rows += [("ours", kind) for kind in INNER if kind not in ("uniform", "proportional", "rank")]
-    for (i, (buffer, kind)), (j, recipe) in product(enumerate(rows), enumerate(RECIPES)):
+    rows += [
+        ("ours", kind)
+        for kind in INNER
+        if kind not in ("uniform", "proportional", "rank")
+    ]
+    for (i, (buffer, kind)), (j, recipe) in product(
+        enumerate(rows), enumerate(RECIPES)
+    ):
         marks = [] if (i + j) % 3 == 0 else [pytest.mark.slow]
-        yield pytest.param(kind, recipe, buffer, *places[(i + j // 3 + i // 3) % 6], marks=marks)
+        yield pytest.param(
+            kind, recipe, buffer, *places[(i + j // 3 + i // 3) % 6], marks=marks
+        )
 
 
 @pytest.mark.parametrize(("kind", "recipe", "buffer", "ndim", "fill"), [*cells()])
@@ -156,13 +216,20 @@ def test_every_combination_is_what_brute_force_says(kind, recipe, ndim, fill, bu
 PAIRS = [("uniform", "recency"), ("fresh", "proportional"), ("floored", "rank")]
 
 
-@pytest.mark.parametrize(("kinds", "recipe"), [*zip(PAIRS * 3, RECIPES, strict=False)], ids=str)
+@pytest.mark.parametrize(
+    ("kinds", "recipe"), [*zip(PAIRS * 3, RECIPES, strict=False)], ids=str
+)
 def test_each_part_of_a_mixture_is_what_brute_force_says(kinds, recipe):
     given = RECIPES[recipe]
-    worlds = {kind: make(kind, given, 1, "wrapped", "ours", seed)[0] for seed, kind in enumerate(kinds)}
+    worlds = {
+        kind: make(kind, given, 1, "wrapped", "ours", seed)[0]
+        for seed, kind in enumerate(kinds)
+    }
     size = ANCHORS * given.window
     shares = dict(zip(kinds, (0.25, 0.75), strict=True))
-    mixed = ReplayBufferMixture({kind: world.rb for kind, world in worlds.items()}, shares, batch_size=size)
+    mixed = ReplayBufferMixture(
+        {kind: world.rb for kind, world in worlds.items()}, shares, batch_size=size
+    )
     for _ in range(2):
         batch = mixed.sample()
         assert batch.get("source").bincount().tolist() == [size // 4, 3 * size // 4]
@@ -170,23 +237,35 @@ def test_each_part_of_a_mixture_is_what_brute_force_says(kinds, recipe):
             world.check_batch(batch.exclude("source")[batch["source"] == place], given)
 
 
-@pytest.mark.parametrize(("fill", "ndim", "recipe"), [*zip([*FILLS] * 3, [1, 2] * 4, RECIPES, strict=False)])
+@pytest.mark.parametrize(
+    ("fill", "ndim", "recipe"), [*zip([*FILLS] * 3, [1, 2] * 4, RECIPES, strict=False)]
+)
 def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
     monkeypatch.setattr("rlbuf_td.storages.episodes.uses_numba", lambda device: False)
     check("uniform", RECIPES[recipe], ndim, fill, "ours")
 
 
 OTHERS = {
-    **{name: replace(RECIPES["n-step over hindsight"], strategy=name) for name in ("final", "episode", "random")},
-    "near goals": replace(RECIPES["all"], future_gamma=0.6),
-    **{f"{n} steps": replace(RECIPES["n-step"], n=n, gamma=gamma) for n, gamma in ((1, 0.5), (30, 0.97), (5, 0.0))},
     **{
-        f"{boundary} {burn_in}+{length}": replace(RECIPES["all"], length=length, burn_in=burn_in, boundary=boundary)
+        name: replace(RECIPES["n-step over hindsight"], strategy=name)
+        for name in ("final", "episode", "random")
+    },
+    "near goals": replace(RECIPES["all"], future_gamma=0.6),
+    **{
+        f"{n} steps": replace(RECIPES["n-step"], n=n, gamma=gamma)
+        for n, gamma in ((1, 0.5), (30, 0.97), (5, 0.0))
+    },
+    **{
+        f"{boundary} {burn_in}+{length}": replace(
+            RECIPES["all"], length=length, burn_in=burn_in, boundary=boundary
+        )
         for boundary in ("pad", "shift")
         for length, burn_in in ((1, 0), (1, 3), (12, 12))
     },
     "across episodes, pad": replace(RECIPES["sequence over n-step"], across=True),
-    "across episodes, shift": replace(RECIPES["sequence over n-step"], across=True, boundary="shift"),
+    "across episodes, shift": replace(
+        RECIPES["sequence over n-step"], across=True, boundary="shift"
+    ),
 }
 
 

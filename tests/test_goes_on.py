@@ -1,7 +1,9 @@
-"""Saved, copied, sent or reopened by any way, a buffer goes on bit for bit: a table of makers times a table of ways.
+"""Saved, copied, sent or reopened by any way, a buffer goes on bit for bit: a table of
+makers times a table of ways.
 
-Each case plays some rounds with a buffer, takes it another way, and then plays the same rounds with both: what every
-call returns, and all state at the end, generators included, must be equal byte by byte.
+Each case plays some rounds with a buffer, takes it another way, and then plays the same
+rounds with both: what every call returns, and all state at the end, generators
+included, must be equal byte by byte.
 """
 
 from __future__ import annotations
@@ -58,14 +60,25 @@ AFTER = 6  # rounds after the way
 
 
 def steps(first: int, n: int, lanes: int, *, ids: bool = False) -> TensorDict:
-    """Return time steps ``[n]`` or ``[n, lanes]``; an episode has five, and observations continue from row to row."""
+    """Return time steps ``[n]`` or ``[n, lanes]``; an episode has five, and
+    observations continue from row to row."""
     shape = (n, lanes) if lanes else (n,)
     time = torch.arange(first, first + n + 1).view(-1, *[1] * (len(shape) - 1))
     lane = torch.arange(max(1, lanes)).view(shape[1:] or (1,))
-    seen = torch.sin((time + 0.5 * lane).unsqueeze(-1) + torch.arange(3.0)).view(n + 1, *shape[1:], 3)
+    seen = torch.sin((time + 0.5 * lane).unsqueeze(-1) + torch.arange(3.0)).view(
+        n + 1, *shape[1:], 3
+    )
     done = (time[:-1] % 5 == 4).unsqueeze(-1).expand(*shape, 1)
-    now = {"observation": seen[:-1], "achieved_goal": seen[:-1, ..., :1], "desired_goal": seen[1:, ..., 1:2]}
-    after = {"observation": seen[1:], "achieved_goal": seen[1:, ..., :1], "desired_goal": now["desired_goal"]}
+    now = {
+        "observation": seen[:-1],
+        "achieved_goal": seen[:-1, ..., :1],
+        "desired_goal": seen[1:, ..., 1:2],
+    }
+    after = {
+        "observation": seen[1:],
+        "achieved_goal": seen[1:, ..., :1],
+        "desired_goal": now["desired_goal"],
+    }
     after |= {"reward": seen[1:, ..., 2:], "done": done, "terminated": done}
     data = TensorDict(now | {"action": time[:-1].expand(shape), "next": after}, shape)
     if ids:
@@ -82,7 +95,9 @@ def learn(rb: Any, number: int) -> list[Any]:
     batch = rb.sample()
     seen = [batch.clone()]
     if "priority_weight" in batch.keys():
-        batch["td_error"] = torch.sin(batch["observation"].flatten(batch.ndim).sum(-1)) * (1 + number % 5)
+        batch["td_error"] = torch.sin(
+            batch["observation"].flatten(batch.ndim).sum(-1)
+        ) * (1 + number % 5)
         rb.update_tensordict_priority(batch)
     return seen
 
@@ -103,11 +118,14 @@ SETTINGS: dict[str, Callable[[int], float]] = {
 class Maker:
     """How a buffer is made, and what a round of a run does with it."""
 
-    make: Callable[[Path, int], Any]  # from a folder and a seed, which the way must replace
-    play: Callable[[Any, int], list[Any]]  # the number of the round; returns what the calls have returned
+    # from a folder and a seed, which the way must replace
+    make: Callable[[Path, int], Any]
+    # the number of the round; returns what the calls have returned
+    play: Callable[[Any, int], list[Any]]
     backend: Any = None
     lacks: tuple[str, ...] = ()  # ways
-    before: int = 10  # number of the last round before the way: some rings have wrapped then
+    # number of the last round before the way: some rings have wrapped then
+    before: int = 10
     turn: int = 2  # one of so many cases is in the fast part
 
     def run(self, rb: Any, number: int) -> list[Any]:
@@ -121,7 +139,9 @@ class Maker:
         first, second, *others = self.after()
         seen = [self.run(rb, first), self.run(rb, second)]
         if is_tensor_collection(batch) and "priority_weight" in batch.keys():
-            rb.update_tensordict_priority(batch.clone().set("td_error", batch["priority_weight"] * 3))
+            rb.update_tensordict_priority(
+                batch.clone().set("td_error", batch["priority_weight"] * 3)
+            )
         return seen + [self.run(rb, number) for number in others]
 
     def after(self) -> range:
@@ -138,7 +158,9 @@ class Form:
     storage: Callable[..., Any] = PackedStorage
     lanes: int = 0
     apart: bool = False  # one lane is written at a time, and they stand at unlike steps
-    ids: bool = False  # rows have trajectory ids, and the way is taken between two episodes: a load ends open ones
+    # rows have trajectory ids, and the way is taken between two episodes: a load ends
+    # open ones
+    ids: bool = False
     options: Callable[[int], dict[str, Any]] = lambda seed: {}  # of the buffer
     in_file: bool = False
     emptied: bool = False  # in the last round before the way
@@ -150,7 +172,10 @@ class Form:
         rows = STEPS * max(1, self.lanes)
         where = {"scratch_dir": folder} if self.in_file else {}
         storage = self.storage(rows, ndim=2 if self.lanes else 1, **where)
-        options = {"batch_size": BATCH, "generator": torch.Generator().manual_seed(seed)} | self.options(seed)
+        options = {
+            "batch_size": BATCH,
+            "generator": torch.Generator().manual_seed(seed),
+        } | self.options(seed)
         return self.buffer(storage=storage, sampler=sampler(rows), **options)
 
     def play(self, rb: Any, number: int) -> list[Any]:
@@ -159,7 +184,9 @@ class Form:
             return [rb.empty()]
         if number % 3 != 1:  # now and then only a batch is drawn
             count = 5 if self.ids else 3
-            first, count = (number * count + 5, count) if len(rb) else (number * count, count + 10)
+            first, count = (
+                (number * count + 5, count) if len(rb) else (number * count, count + 10)
+            )
             lanes = {"lanes": [0, 1, 0, 2][number % 4]} if self.apart else {}
             data = steps(first, count, 0 if self.apart else self.lanes, ids=self.ids)
             seen.append(rb.extend(lanes_first(data), **lanes))
@@ -173,13 +200,23 @@ class Form:
                 setattr(rb.sampler, name, value(number))
 
     def of(self, sampler: Any, *lacks: str) -> Maker:
-        return Maker(partial(self.make, sampler), self.play, self.backend, (*self.lacks, *lacks), turn=47)
+        return Maker(
+            partial(self.make, sampler),
+            self.play,
+            self.backend,
+            (*self.lacks, *lacks),
+            turn=47,
+        )
 
 
 def counted(seed: int) -> dict[str, Any]:
     norm = ObservationNorm(loc=float(seed), scale=2.0, in_keys=["observation"])
     flow = {"samples_per_insert": 3.0, "tolerance": 500}
-    return {"stats": EpisodeStats(), "transform": norm, "batch_size": BATCH + 4 * seed} | flow
+    return {
+        "stats": EpisodeStats(),
+        "transform": norm,
+        "batch_size": BATCH + 4 * seed,
+    } | flow
 
 
 def unchanged(batch: TensorDictBase) -> TensorDictBase:
@@ -198,17 +235,25 @@ FORMS = {
     "ids": Form(lanes=2, ids=True),
     "shared": Form(lanes=2, storage=partial(PackedStorage, shared=True)),
     "file": Form(in_file=True),
-    "observations once": Form(lanes=2, storage=partial(PackedStorage, share_next=["observation"])),
+    "observations once": Form(
+        lanes=2, storage=partial(PackedStorage, share_next=["observation"])
+    ),
     "counted": Form(ids=True, options=counted, lacks=PARTS),
     "torch": Form(lanes=2, backend="torch"),
 }
-#: The ages of fresh rows are kept until the next call, and a write between a sampler's load and that call moves them.
+#: The ages of fresh rows are kept until the next call, and a write between a sampler's
+# load and that call moves them.
 FRESH: dict[str, Callable[[int], Any]] = {
-    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 2),  # some are left when the way is taken
-    "fresh by priority": lambda rows: NStepSampler(FreshRowsSampler(ProportionalSampler(rows), 2), 2, 0.9),
+    # some are left when the way is taken
+    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 2),
+    "fresh by priority": lambda rows: NStepSampler(
+        FreshRowsSampler(ProportionalSampler(rows), 2), 2, 0.9
+    ),
 }
 MORE: dict[str, Callable[[int], Any]] = SAMPLERS | {
-    "final goals": lambda rows: HindsightSampler(UniformSampler(), positive_fn, strategy="final"),
+    "final goals": lambda rows: HindsightSampler(
+        UniformSampler(), positive_fn, strategy="final"
+    ),
     "episodes": lambda rows: EpisodeSampler(None, 2, gamma=0.5),
 }
 THEIRS: dict[str, Callable[[int], Any]] = {
@@ -216,19 +261,29 @@ THEIRS: dict[str, Callable[[int], Any]] = {
     "SamplerWithoutReplacement": lambda rows: SamplerWithoutReplacement(),
     "SliceSampler": lambda rows: SliceSampler(num_slices=2, end_key=("next", "done")),
     "PrioritizedSampler": lambda rows: PrioritizedSampler(rows, 0.7, 0.5),
-    "n-step over PrioritizedSampler": lambda rows: NStepSampler(PrioritizedSampler(rows, 0.7, 0.5), 2, 0.9),
+    "n-step over PrioritizedSampler": lambda rows: NStepSampler(
+        PrioritizedSampler(rows, 0.7, 0.5), 2, 0.9
+    ),
 }
 TORCHRLS_RING = Form(options=lambda seed: {"writer": TensorDictRoundRobinWriter()})
 OTHERS = {
     "reservoir": Form(options=lambda seed: {"writer": ReservoirWriter()}, lanes=0),
-    "generations": Form(options=lambda seed: {"writer": RingWriter(track_generations=True)}, lanes=2),
+    "generations": Form(
+        options=lambda seed: {"writer": RingWriter(track_generations=True)}, lanes=2
+    ),
     "a device": Form(options=lambda seed: {"device": "cpu"}, ids=True, lanes=2),
     "drawn ahead": Form(options=lambda seed: {"prefetch": 2, "transform": unchanged}),
-    "a device, drawn ahead": Form(options=lambda seed: {"device": "cpu", "prefetch": 2}, lanes=2),
+    "a device, drawn ahead": Form(
+        options=lambda seed: {"device": "cpu", "prefetch": 2}, lanes=2
+    ),
     "emptied": Form(emptied=True),
-    "emptied, observations once": Form(emptied=True, lanes=2, storage=partial(PackedStorage, share_next=True)),
+    "emptied, observations once": Form(
+        emptied=True, lanes=2, storage=partial(PackedStorage, share_next=True)
+    ),
     "emptied, shared": Form(emptied=True, storage=partial(PackedStorage, shared=True)),
-    "observations once in a file": Form(in_file=True, storage=partial(PackedStorage, share_next=["observation"])),
+    "observations once in a file": Form(
+        in_file=True, storage=partial(PackedStorage, share_next=["observation"])
+    ),
     "frames": Form(storage=partial(PackedStorage, frames={"observation": 3})),
     "TorchRL's buffer": Form(buffer=TensorDictReplayBuffer, lacks=PARTS),
     "TorchRL's ring": TORCHRLS_RING,
@@ -237,14 +292,23 @@ OTHERS = {
 
 def product() -> Iterator[tuple[str, Maker]]:
     for sampler, make in MORE.items():
-        yield from ((f"{sampler}, {form}", kind.of(make)) for form, kind in FORMS.items())
+        yield from (
+            (f"{sampler}, {form}", kind.of(make)) for form, kind in FORMS.items()
+        )
     for sampler, make in FRESH.items():
-        yield from ((f"{sampler}, {form}", replace(kind.of(make, *PARTS), turn=9)) for form, kind in FORMS.items())
+        yield from (
+            (f"{sampler}, {form}", replace(kind.of(make, *PARTS), turn=9))
+            for form, kind in FORMS.items()
+        )
     for form, kind in OTHERS.items():
         for sampler in ("uniform", "proportional", "rank"):
-            yield f"{sampler}, {form}", replace(kind.of(SAMPLERS[sampler]), turn=3 if kind.lacks else 9)
+            yield (
+                f"{sampler}, {form}",
+                replace(kind.of(SAMPLERS[sampler]), turn=3 if kind.lacks else 9),
+            )
     for sampler, make in THEIRS.items():
-        lacks = ("torch.save", "dump") if "Prioritized" in sampler else ()  # its trees are objects of C++
+        # its trees are objects of C++
+        lacks = ("torch.save", "dump") if "Prioritized" in sampler else ()
         yield f"{sampler}, rows", replace(TORCHRLS_RING.of(make, *lacks), turn=5)
 
 
@@ -258,7 +322,9 @@ def of_schema(schema: Schema, lanes: int) -> Maker:
     def make(folder: Path, seed: int) -> Any:
         place = PackedStorage(STEPS * max(1, lanes), ndim=1 + bool(lanes))
         generator = torch.Generator().manual_seed(seed)
-        return ReplayBuffer(storage=place, batch_size=BATCH, generator=generator, dim_extend=0)
+        return ReplayBuffer(
+            storage=place, batch_size=BATCH, generator=generator, dim_extend=0
+        )
 
     def play(rb: Any, number: int) -> list[Any]:
         data = transitions(schema, 3, (lanes,) if lanes else (), seed=number)
@@ -277,7 +343,9 @@ class Step(TensorClass):
 def of_class() -> Maker:
     def play(rb: Any, number: int) -> list[Any]:
         data = steps(number * 3, 3, 0)
-        rows = Step(observation=data["observation"], action=data["action"], batch_size=[3])
+        rows = Step(
+            observation=data["observation"], action=data["action"], batch_size=[3]
+        )
         return [rb.extend(rows), rb.sample(), rb[:]]
 
     return replace(Form().of(SAMPLERS["uniform"]), play=play)
@@ -291,21 +359,39 @@ class Value(torch.nn.Module):
 
 
 def one_step(data: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-    target = data["next", "reward"] + 0.5 * data["next", "state_value"] * ~data["next", "terminated"]
+    target = (
+        data["next", "reward"]
+        + 0.5 * data["next", "state_value"] * ~data["next", "terminated"]
+    )
     return target - data["state_value"], target
 
 
 def of_rollouts(before: int, **settings: Any) -> Maker:
-    """Return rollouts of eight steps: half full after an odd number of rounds, in mid-epoch after an even one."""
+    """Return rollouts of eight steps: half full after an odd number of rounds, in
+    mid-epoch after an even one."""
 
     def make(folder: Path, seed: int) -> Any:
-        network = TensorDictModule(Value(), in_keys=["observation"], out_keys=["state_value"])
+        network = TensorDictModule(
+            Value(), in_keys=["observation"], out_keys=["state_value"]
+        )
         generator = torch.Generator().manual_seed(seed)
-        return RolloutBuffer(8, 3, epochs=2, value_network=network, generator=generator, batch_size=6, **settings)
+        return RolloutBuffer(
+            8,
+            3,
+            epochs=2,
+            value_network=network,
+            generator=generator,
+            batch_size=6,
+            **settings,
+        )
 
     def play(rb: Any, number: int) -> list[Any]:
         seen = [rb.extend(lanes_first(steps(4 * number, 4, 3)))]
-        return [*seen, rb.sample(), rb.sample(), rb.sample(), rb.summary()] if rb.is_complete else seen
+        return (
+            [*seen, rb.sample(), rb.sample(), rb.sample(), rb.summary()]
+            if rb.is_complete
+            else seen
+        )
 
     return Maker(make, play, before=before, lacks=PARTS)
 
@@ -319,24 +405,44 @@ def play_queue(rb: Any, number: int) -> list[Any]:
 
 
 def of_mixtures(folder: Path, seed: int, *, exact: bool = False) -> Any:
-    made = zip(("one", "other"), ("proportional", "rank"), ("lanes", "rows"), (0, 5), strict=True)
+    made = zip(
+        ("one", "other"),
+        ("proportional", "rank"),
+        ("lanes", "rows"),
+        (0, 5),
+        strict=True,
+    )
     members = {
-        name: FORMS[form].make(SAMPLERS[sampler], folder / name, seed + more) for name, sampler, form, more in made
+        name: FORMS[form].make(SAMPLERS[sampler], folder / name, seed + more)
+        for name, sampler, form, more in made
     }
     generator = torch.Generator().manual_seed(seed)
     return ReplayBufferMixture(
-        members, {"one": 0.3 + seed / 10, "other": 0.7}, exact=exact, batch_size=BATCH, generator=generator
+        members,
+        {"one": 0.3 + seed / 10, "other": 0.7},
+        exact=exact,
+        batch_size=BATCH,
+        generator=generator,
     )
 
 
 def play_mixture(rb: Any, number: int) -> list[Any]:
-    members = [("one", 3), ("other", 0)] if not len(rb) else [[("one", 3), ("other", 0)][number % 2]]
-    seen = [rb.extend(lanes_first(steps(5 * number, 5, lanes)), name) for name, lanes in members]
+    members = (
+        [("one", 3), ("other", 0)]
+        if not len(rb)
+        else [[("one", 3), ("other", 0)][number % 2]]
+    )
+    seen = [
+        rb.extend(lanes_first(steps(5 * number, 5, lanes)), name)
+        for name, lanes in members
+    ]
     return seen + learn(rb, number)
 
 
 MAKERS |= {
-    f"{schema}{', lanes' * bool(lanes)}": of_schema(schema, lanes) for schema in SCHEMAS.values() for lanes in (0, 2)
+    f"{schema}{', lanes' * bool(lanes)}": of_schema(schema, lanes)
+    for schema in SCHEMAS.values()
+    for lanes in (0, 2)
 }
 MAKERS |= {
     "tensorclass": of_class(),
@@ -356,7 +462,8 @@ MAKERS |= {
 
 
 def with_generator(rb: Any, other: Any) -> Any:
-    """Give a copy the state of the generator, where the way does not say that it carries it."""
+    """Give a copy the state of the generator, where the way does not say that it
+    carries it."""
     other._rng.set_state(rb._rng.get_state())
     return other
 
@@ -384,7 +491,9 @@ def by_dump(rb: Any, make: Callable[[], Any], folder: Path) -> Any:
 def place_of(rb: Any, folder: Path) -> Path:
     """Return where a dump is written: beside the rows, if they are in a file."""
     storage = getattr(rb, "storage", None)
-    return (isinstance(storage, PackedStorage) and storage.scratch_dir) or folder / "dump"
+    return (
+        isinstance(storage, PackedStorage) and storage.scratch_dir
+    ) or folder / "dump"
 
 
 def by_parts(rb: Any, make: Callable[[], Any], folder: Path) -> Any:
@@ -424,7 +533,9 @@ WAYS = {
 # -- what must be equal
 
 
-def assert_equal(left: Any, right: Any, ignored: Collection[str], where: str = "") -> None:
+def assert_equal(
+    left: Any, right: Any, ignored: Collection[str], where: str = ""
+) -> None:
     """Compare nested values, tensors byte by byte; ignore some names."""
     assert type(left) is type(right), where
     if isinstance(left, torch.Tensor):
@@ -446,7 +557,9 @@ def everything(rb: Any) -> dict[str, Any]:
     """Return all that is known of a buffer, generators included."""
     found = {"state": rb.state_dict()}
     if isinstance(rb, ReplayBufferMixture):
-        found["members"] = {name: everything(member) for name, member in rb.members.items()}
+        found["members"] = {
+            name: everything(member) for name, member in rb.members.items()
+        }
     if isinstance(rb, ReplayBuffer):
         found |= {"data": rb[:], "count": rb.write_count, "health": rb.health()}
         if rb.episode_stats is not None:
@@ -454,8 +567,10 @@ def everything(rb: Any) -> dict[str, Any]:
     return found
 
 
-INTO = {"state", "torch.save", "dump", "parts", "dumped parts"}  # ways into a buffer that is there, new or used
-#: What a process counts, the episodes, which a load and a reopening end, and bytes of rows with padding.
+# ways into a buffer that is there, new or used
+INTO = {"state", "torch.save", "dump", "parts", "dumped parts"}
+#: What a process counts, the episodes, which a load and a reopening end, and bytes of
+# rows with padding.
 ALWAYS = "compiled", "episodes", "rows", "entries", "_sum_tree", "_min_tree"
 CLOCK = "sampled_at", "ring"  # a used buffer goes on counting its rows
 OF_BUFFER = "_sample_calls", "_sampled_items", "health"  # not in its parts
@@ -463,15 +578,25 @@ OF_BUFFER = "_sample_calls", "_sampled_items", "health"  # not in its parts
 
 def ignored(name: str, way: str, used: bool) -> set[str]:
     """Return names of what a way does not carry."""
-    by_torchrl = way == "dumped parts" or (way == "dump" and name.endswith("TorchRL's buffer"))
-    forms: tuple[str, ...] = ("layout",) if by_torchrl else ()  # its dumps have their own order of keys, and no clock
-    forms += ("stale_updates",) if "drawn ahead" in name else ()  # counted by a process, before the way too
-    return {*ALWAYS, *(CLOCK if used or by_torchrl else ()), *forms, *(OF_BUFFER if way in PARTS else ())}
+    by_torchrl = way == "dumped parts" or (
+        way == "dump" and name.endswith("TorchRL's buffer")
+    )
+    # its dumps have their own order of keys, and no clock
+    forms: tuple[str, ...] = ("layout",) if by_torchrl else ()
+    # counted by a process, before the way too
+    forms += ("stale_updates",) if "drawn ahead" in name else ()
+    return {
+        *ALWAYS,
+        *(CLOCK if used or by_torchrl else ()),
+        *forms,
+        *(OF_BUFFER if way in PARTS else ()),
+    }
 
 
 def cases() -> Iterator[Any]:
-    """Makers times ways. Each way and each maker, but for those of a product, whose samplers and forms all occur, is in
-    the fast part; an eighth of the others is in the slow part.
+    """Makers times ways. Each way and each maker, but for those of a product, whose
+    samplers and forms all occur, is in the fast part; an eighth of the others is in the
+    slow part.
     """
     for i, (name, maker) in enumerate(MAKERS.items()):
         for j, way in enumerate(WAYS):
@@ -479,11 +604,21 @@ def cases() -> Iterator[Any]:
             is_slow = place % maker.turn > 0
             if way in maker.lacks or (is_slow and place % 8):
                 continue
-            used, marks = way in INTO and (i + j) % 2 == 1, [pytest.mark.slow] if is_slow else []
-            yield pytest.param(name, way, used, id=f"{name}, {way}{' into a used one' * used}", marks=marks)
+            used, marks = (
+                way in INTO and (i + j) % 2 == 1,
+                [pytest.mark.slow] if is_slow else [],
+            )
+            yield pytest.param(
+                name,
+                way,
+                used,
+                id=f"{name}, {way}{' into a used one' * used}",
+                marks=marks,
+            )
 
 
-@pytest.mark.filterwarnings("ignore:with ndim=., data of batch size")  # rows with batch dims of their own
+# rows with batch dims of their own
+@pytest.mark.filterwarnings("ignore:with ndim=., data of batch size")
 @pytest.mark.parametrize(("name", "way", "used"), [*cases()])
 def test_it_goes_on(name, way, used, tmp_path):
     maker = MAKERS[name]
@@ -492,7 +627,8 @@ def test_it_goes_on(name, way, used, tmp_path):
         for number in range(maker.before):
             maker.run(rb, number)
             if number == 4 and way == "dump":
-                rb.dumps(place_of(rb, tmp_path))  # where the next dump then finds an earlier one
+                # where the next dump then finds an earlier one
+                rb.dumps(place_of(rb, tmp_path))
         for number in range(99, 102 * used):
             maker.run(other, number)
         last = maker.run(rb, maker.before)
@@ -500,23 +636,35 @@ def test_it_goes_on(name, way, used, tmp_path):
         unlike = ignored(name, way, used)
         assert_equal(rb.state_dict(), other.state_dict(), unlike)
         batch = last[-1] if last and "ring" not in unlike else None
-        ours, theirs = maker.go_on(rb, batch), maker.go_on(other, batch)  # one after the other: they share no memory
+        # one after the other: they share no memory
+        ours, theirs = maker.go_on(rb, batch), maker.go_on(other, batch)
         assert_equal(ours, theirs, unlike, "calls")
         assert_equal(everything(rb), everything(other), unlike)
 
 
-# -- ways that need more than a folder: another process, and a file that an earlier process has left
+# -- ways that need more than a folder: another process, and a file that an earlier
+# process has left
 
 
 def serve(connection: Any, rb: Any, name: str) -> None:
-    """Play the rounds that are asked for, in another process; at last tell everything."""
+    """Play the rounds that are asked for, in another process; at last tell
+    everything."""
     for number in iter(connection.recv, None):
         connection.send_bytes(pickle.dumps(MAKERS[name].run(rb, number)))
     connection.send_bytes(pickle.dumps(everything(rb)))
 
 
-SENT = [f"{sampler}, lanes" for sampler in ("uniform", "rank", "windows", "chunks", "episodes")]
-SENT += ["proportional, lanes apart", "n-step, observations once", "fresh by priority, ids", "queue", "an epoch"]
+SENT = [
+    f"{sampler}, lanes"
+    for sampler in ("uniform", "rank", "windows", "chunks", "episodes")
+]
+SENT += [
+    "proportional, lanes apart",
+    "n-step, observations once",
+    "fresh by priority, ids",
+    "queue",
+    "an epoch",
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -543,20 +691,34 @@ def test_a_shared_buffer_goes_on_in_another_process(start, name, tmp_path):
     there.close()  # otherwise a process that died would be waited for
     for number in maker.after():
         here.send(number)
-        assert_equal(maker.run(copied, number), pickle.loads(here.recv_bytes()), ALWAYS, f"round {number}")
+        assert_equal(
+            maker.run(copied, number),
+            pickle.loads(here.recv_bytes()),
+            ALWAYS,
+            f"round {number}",
+        )
     here.send(None)
     assert_equal(everything(copied), pickle.loads(here.recv_bytes()), ALWAYS)
     process.join(60)
     assert process.exitcode == 0
-    for ours, theirs in zip(*(getattr(each, "members", {"": each}).values() for each in (copied, rb)), strict=True):
+    for ours, theirs in zip(
+        *(getattr(each, "members", {"": each}).values() for each in (copied, rb)),
+        strict=True,
+    ):
         assert_equal(ours[:], theirs[:], ())
 
 
 REOPENED = {
     "rows": Form(ids=True, in_file=True, storage=partial(PackedStorage, reopen=True)),
-    "lanes": Form(ids=True, in_file=True, storage=partial(PackedStorage, reopen=True), lanes=2),
+    "lanes": Form(
+        ids=True, in_file=True, storage=partial(PackedStorage, reopen=True), lanes=2
+    ),
     "lanes apart": Form(
-        ids=True, in_file=True, storage=partial(PackedStorage, reopen=True, lanes=3), lanes=3, apart=True
+        ids=True,
+        in_file=True,
+        storage=partial(PackedStorage, reopen=True, lanes=3),
+        lanes=3,
+        apart=True,
     ),
 }
 #: What the file does not hold: counts, and whatever the constructor was given.
@@ -566,8 +728,12 @@ NOT_IN_FILE = (*ALWAYS, *CLOCK, *OF_BUFFER, "_write_count", "count")
 @pytest.mark.parametrize(
     ("sampler", "form"),
     [
-        pytest.param(sampler, form, marks=[] if j % len(REOPENED) == k else [pytest.mark.slow])
-        for j, sampler in enumerate(("rank", "proportional", "n-step", "uniform", "windows"))
+        pytest.param(
+            sampler, form, marks=[] if j % len(REOPENED) == k else [pytest.mark.slow]
+        )
+        for j, sampler in enumerate(
+            ("rank", "proportional", "n-step", "uniform", "windows")
+        )
         for k, form in enumerate(REOPENED)
     ],
 )

@@ -1,4 +1,5 @@
-"""Rows on a GPU are what brute force says, as those on the CPU are, and a call does not wait for the GPU.
+"""Rows on a GPU are what brute force says, as those on the CPU are, and a call does not
+wait for the GPU.
 
 Skipped where torch finds no GPU: elsewhere, the same torch operations run on the CPU.
 """
@@ -36,12 +37,15 @@ from tests.samplers.test_training_loops import NEVER_WAIT, loop
 from tests.test_composition import FILLS, RECIPES
 
 GPU = torch.device("cuda", 0)
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch finds no GPU"
+)
 on_gpu = partial(PackedStorage, device=GPU)
 
 
 class ReadsFromGPU(ReplayBuffer):
-    """A buffer with rows on a GPU, whose batches are copied to the CPU, where the tests look at them."""
+    """A buffer with rows on a GPU, whose batches are copied to the CPU, where the tests
+    look at them."""
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().sample(*args, **kwargs)
@@ -54,14 +58,18 @@ class ReadsFromGPU(ReplayBuffer):
 
 CASES = [
     (kind, recipe, *place)
-    for (i, kind), (j, recipe) in product(enumerate(("uniform", "proportional", "rank")), enumerate(RECIPES))
+    for (i, kind), (j, recipe) in product(
+        enumerate(("uniform", "proportional", "rank")), enumerate(RECIPES)
+    )
     for place in [[*product((1, 2), FILLS)][(i + j) % 6]]
 ]
 
 
 @pytest.mark.parametrize(("kind", "recipe", "ndim", "fill"), CASES)
 def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill, monkeypatch):
-    monkeypatch.setitem(composition.BUFFERS, "on a GPU", (ReadsFromGPU, on_gpu, RingWriter))
+    monkeypatch.setitem(
+        composition.BUFFERS, "on a GPU", (ReadsFromGPU, on_gpu, RingWriter)
+    )
     composition.check(kind, RECIPES[recipe], ndim, fill, "on a GPU")
 
 
@@ -77,7 +85,10 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
 def test_a_training_loop_never_waits(sampler):
     rb = ReplayBuffer(storage=on_gpu(60), sampler=sampler(60), batch_size=32)
-    rows, td_error = [data(35, 35 * k).to(GPU) for k in range(4)], torch.rand(32, device=GPU)
+    rows, td_error = (
+        [data(35, 35 * k).to(GPU) for k in range(4)],
+        torch.rand(32, device=GPU),
+    )
     loop(rb, rows, td_error)
     with no_waiting():
         loop(rb, rows, td_error)
@@ -96,8 +107,13 @@ def test_rows_come_from_the_cpu_or_the_gpu_and_from_a_dump(name, tmp_path):
     rb.dumps(tmp_path / "dump")
     state = rb.state_dict()
     for place in (on_gpu, PackedStorage):
-        for load in (lambda rb: rb.loads(tmp_path / "dump"), lambda rb: rb.load_state_dict(state)):
-            other = ReplayBuffer(storage=place(60), sampler=SAMPLERS[name](60), batch_size=32)
+        for load in (
+            lambda rb: rb.loads(tmp_path / "dump"),
+            lambda rb: rb.load_state_dict(state),
+        ):
+            other = ReplayBuffer(
+                storage=place(60), sampler=SAMPLERS[name](60), batch_size=32
+            )
             load(other)
             assert_same(other[:].cpu(), rb[:].cpu())
             batch = other.sample()
@@ -128,7 +144,9 @@ LAWS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["rows on the GPU", "batches on the GPU", "batches drawn ahead"])
+@pytest.mark.parametrize(
+    "where", ["rows on the GPU", "batches on the GPU", "batches drawn ahead"]
+)
 @pytest.mark.parametrize("name", LAWS)
 def test_a_mixture_and_its_members_learn_on_a_gpu(name, where):
     options: dict[str, Any] = {} if where == "rows on the GPU" else {"device": GPU}
@@ -137,12 +155,19 @@ def test_a_mixture_and_its_members_learn_on_a_gpu(name, where):
     storage = on_gpu if where == "rows on the GPU" else PackedStorage
 
     def buffer() -> ReplayBuffer:
-        rb = ReplayBuffer(storage=storage(200), sampler=LAWS[name](200), batch_size=32, **options)
+        rb = ReplayBuffer(
+            storage=storage(200), sampler=LAWS[name](200), batch_size=32, **options
+        )
         rb.extend(data(200))
         return rb
 
     one, other = buffer(), buffer()
-    for rb in (one, ReplayBufferMixture({"one": buffer(), "other": other}, {"one": 0.5, "other": 0.5}, batch_size=32)):
+    for rb in (
+        one,
+        ReplayBufferMixture(
+            {"one": buffer(), "other": other}, {"one": 0.5, "other": 0.5}, batch_size=32
+        ),
+    ):
         for _ in range(4):
             batch = rb.sample()
             assert all(leaf.is_cuda for leaf in batch.values(True, True))
@@ -163,14 +188,20 @@ def test_a_sampler_serves_rows_on_the_cpu_after_those_on_a_gpu(sampler):
 
 
 def test_bad_rows_are_refused_on_a_gpu_and_change_nothing():
-    rb = ReplayBuffer(storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32)
+    rb = ReplayBuffer(
+        storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32
+    )
     rb.extend(data(60))
     before = copied(rb[:])
     for bad in (data(3).exclude("x"), data(3).double()):
         with pytest.raises(SchemaError):
             rb.extend(bad.to(GPU))
-    rb.update_priority(torch.tensor([0, 1], device=GPU), torch.tensor([float("nan"), 2.0], device=GPU))
-    rb.update_priority(torch.tensor([600, -700], device=GPU), torch.tensor([3.0, 2.0], device=GPU))
+    rb.update_priority(
+        torch.tensor([0, 1], device=GPU), torch.tensor([float("nan"), 2.0], device=GPU)
+    )
+    rb.update_priority(
+        torch.tensor([600, -700], device=GPU), torch.tensor([3.0, 2.0], device=GPU)
+    )
     with pytest.raises(IndexError):
         rb[100]
     assert_same(rb[:], before)
@@ -193,13 +224,19 @@ def test_advantages_and_returns_are_those_of_the_cpu(shape):
         (partial(functional.td_lambda_return_estimate, 0.9, 0.8), (1, 2, 3)),
         (partial(functional.vtrace_advantage_estimate, 0.9), (0, 1, 0, 1, 2, 3)),
     ):
-        found, wanted = (function(*[given(where)[at] for at in order]) for where in (GPU, "cpu"))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, check_device=False)
+        found, wanted = (
+            function(*[given(where)[at] for at in order]) for where in (GPU, "cpu")
+        )
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-4, atol=1e-5, check_device=False
+        )
 
 
 def test_rollouts_are_those_of_the_cpu():
     def batches(device: Any) -> TensorDict:
-        rb = RolloutBuffer(16, 4, batch_size=32, epochs=1, gamma=0.99, lmbda=0.95, device=device)
+        rb = RolloutBuffer(
+            16, 4, batch_size=32, epochs=1, gamma=0.99, lmbda=0.95, device=device
+        )
         rows = transitions(SCHEMAS["halfcheetah"], 4, (16,))
         rows["state_value"] = rows["observation"][..., :1].clone()
         rows["next", "state_value"] = rows["next", "observation"][..., :1].clone()
@@ -207,7 +244,9 @@ def test_rollouts_are_those_of_the_cpu():
         found = torch.cat([batch.cpu() for batch in rb])
         return found[found["observation"][:, 0].argsort()]
 
-    torch.testing.assert_close(batches(GPU)["advantage"], batches(None)["advantage"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        batches(GPU)["advantage"], batches(None)["advantage"], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_dump_of_the_cpu_is_read_on_a_gpu(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Random operations on every kind of buffer, in lockstep with the model; a list that fails is shortened.
+"""Random operations on every kind of buffer, in lockstep with the model; a list that
+fails is shortened.
 
-An operation gets two whole numbers and interprets them in the present state, so that a shorter list of operations is
-again a valid one. Everything goes through the public interface. After each operation all rows, lanes, priorities,
-probabilities and episodes are compared, and a batch row by row.
+An operation gets two whole numbers and interprets them in the present state, so that a
+shorter list of operations is again a valid one. Everything goes through the public
+interface. After each operation all rows, lanes, priorities, probabilities and episodes
+are compared, and a batch row by row.
 """
 
 from __future__ import annotations
@@ -69,7 +71,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "shared": {"shared": True},
     "shared lanes": {"ndim": 2, "shared": True},
     "shared, share_next": {"shared": True, "share_next": ["observation"]},
-    "shared lanes, frames": {"ndim": 2, "shared": True, "share_next": ["observation"], "frames": {"frames": 3}},
+    "shared lanes, frames": {
+        "ndim": 2,
+        "shared": True,
+        "share_next": ["observation"],
+        "frames": {"frames": 3},
+    },
     "file": {"scratch_dir": True},
     "file, lanes": {"ndim": 2, "scratch_dir": True},
     "reopen": {"scratch_dir": True, "reopen": True},
@@ -99,65 +106,120 @@ def proportional(rows: int, **given: Any) -> ProportionalSampler:
 
 
 def hindsight(inner: Any, **given: Any) -> HindsightSampler:
-    return HindsightSampler(inner, m.reward_fn, her_ratio=0.6, terminated_fn=m.terminated_fn, **given)
+    return HindsightSampler(
+        inner, m.reward_fn, her_ratio=0.6, terminated_fn=m.terminated_fn, **given
+    )
 
 
 def by_priority(model: Model) -> list[float]:
     return m.proportional(model, 0.7)
 
 
-HER, STEPS, BOTH = Recipe(hindsight=True), Recipe(n_step=True), Recipe(n_step=True, hindsight=True)
+HER, STEPS, BOTH = (
+    Recipe(hindsight=True),
+    Recipe(n_step=True),
+    Recipe(n_step=True, hindsight=True),
+)
 PAD = Recipe(sequence=True)
 OURS = [name for name in FORMS if "torchrl" not in name]
 QUEUES = ["plain", "share_next", "shared", "file"]
 KINDS: dict[str, Kind] = {
     "uniform": Kind(lambda rows: UniformSampler()),
     "unique": Kind(lambda rows: UniformSampler(unique=True), distinct=True),
-    "young": Kind(lambda rows: UniformSampler(max_age=3), law=lambda model: m.uniform(model, 3)),
-    "recency": Kind(lambda rows: RecencySampler(3.0, window=5), law=lambda model: m.recency(model, 3.0, 5)),
+    "young": Kind(
+        lambda rows: UniformSampler(max_age=3), law=lambda model: m.uniform(model, 3)
+    ),
+    "recency": Kind(
+        lambda rows: RecencySampler(3.0, window=5),
+        law=lambda model: m.recency(model, 3.0, 5),
+    ),
     "young recency": Kind(
-        lambda rows: RecencySampler(4.0, max_age=4), law=lambda model: m.recency(model, 4, max_age=4)
+        lambda rows: RecencySampler(4.0, max_age=4),
+        law=lambda model: m.recency(model, 4, max_age=4),
     ),
     "minibatch": Kind(lambda rows: MinibatchSampler(2), distinct=True),
     "proportional": Kind(proportional, law=by_priority),
-    "proportional by batch": Kind(lambda rows: proportional(rows, weight_norm="batch"), law=by_priority),
+    "proportional by batch": Kind(
+        lambda rows: proportional(rows, weight_norm="batch"), law=by_priority
+    ),
     "floored": Kind(lambda rows: proportional(rows, min_priority=1.5), law=by_priority),
-    "rank": Kind(lambda rows: RankSampler(rows, 0.7, 0.5), law=lambda model: m.by_rank(model, 0.7)),
-    "fresh": Kind(lambda rows: FreshRowsSampler(proportional(rows), 2), law=by_priority, forms=OURS),
-    "fresh of an epoch": Kind(lambda rows: FreshRowsSampler(MinibatchSampler(), 2), forms=OURS),
+    "rank": Kind(
+        lambda rows: RankSampler(rows, 0.7, 0.5),
+        law=lambda model: m.by_rank(model, 0.7),
+    ),
+    "fresh": Kind(
+        lambda rows: FreshRowsSampler(proportional(rows), 2),
+        law=by_priority,
+        forms=OURS,
+    ),
+    "fresh of an epoch": Kind(
+        lambda rows: FreshRowsSampler(MinibatchSampler(), 2), forms=OURS
+    ),
     "fresh by rank": Kind(
         lambda rows: FreshRowsSampler(RankSampler(rows, 0.7, 0.5), 2),
         law=lambda model: m.by_rank(model, 0.7),
         forms=OURS,
     ),
     "hindsight": Kind(lambda rows: hindsight(UniformSampler()), HER),
-    "n-step": Kind(lambda rows: NStepSampler(proportional(rows), 3, 0.9), STEPS, by_priority),
-    "n-step of hindsight": Kind(lambda rows: NStepSampler(hindsight(UniformSampler()), 3, 0.9), BOTH),
-    "sequence": Kind(lambda rows: SequenceSampler(proportional(rows), 4, burn_in=2), PAD, by_priority),
+    "n-step": Kind(
+        lambda rows: NStepSampler(proportional(rows), 3, 0.9), STEPS, by_priority
+    ),
+    "n-step of hindsight": Kind(
+        lambda rows: NStepSampler(hindsight(UniformSampler()), 3, 0.9), BOTH
+    ),
+    "sequence": Kind(
+        lambda rows: SequenceSampler(proportional(rows), 4, burn_in=2), PAD, by_priority
+    ),
     "shifted sequence": Kind(
-        lambda rows: SequenceSampler(proportional(rows), 3, burn_in=1, boundary="shift", priority="mix"),
+        lambda rows: SequenceSampler(
+            proportional(rows), 3, burn_in=1, boundary="shift", priority="mix"
+        ),
         Recipe(sequence=True, length=3, burn_in=1, boundary="shift"),
         by_priority,
     ),
     "across episodes": Kind(
-        lambda rows: SequenceSampler(proportional(rows), 4, burn_in=2, across_episodes=True),
+        lambda rows: SequenceSampler(
+            proportional(rows), 4, burn_in=2, across_episodes=True
+        ),
         Recipe(sequence=True, across=True),
         by_priority,
     ),
-    "chunks": Kind(lambda rows: SequenceSampler(MinibatchSampler(), 4, burn_in=2, stride=2), PAD),
+    "chunks": Kind(
+        lambda rows: SequenceSampler(MinibatchSampler(), 4, burn_in=2, stride=2), PAD
+    ),
     "sequence of all": Kind(
-        lambda rows: SequenceSampler(NStepSampler(hindsight(proportional(rows)), 3, 0.9), 4, burn_in=2),
+        lambda rows: SequenceSampler(
+            NStepSampler(hindsight(proportional(rows)), 3, 0.9), 4, burn_in=2
+        ),
         Recipe(sequence=True, n_step=True, hindsight=True),
         by_priority,
     ),
     "reservoir": Kind(
-        lambda rows: proportional(rows), law=by_priority, writer=ReservoirWriter, forms=["plain", "lanes", "shared"]
+        lambda rows: proportional(rows),
+        law=by_priority,
+        writer=ReservoirWriter,
+        forms=["plain", "lanes", "shared"],
     ),
     "queue": Kind(lambda queue: queue, writer=QueueWriter, forms=QUEUES),
-    "queue, n-step": Kind(lambda queue: NStepSampler(queue, 3, 0.9), STEPS, writer=QueueWriter, forms=QUEUES),
+    "queue, n-step": Kind(
+        lambda queue: NStepSampler(queue, 3, 0.9),
+        STEPS,
+        writer=QueueWriter,
+        forms=QUEUES,
+    ),
     "queue, hindsight": Kind(hindsight, HER, writer=QueueWriter, forms=QUEUES),
-    "queue, sequence": Kind(lambda queue: SequenceSampler(queue, 4, burn_in=2), PAD, writer=QueueWriter, forms=QUEUES),
-    "rollout": Kind(lambda rows: MinibatchSampler(), writer="rollout", forms=["plain", "lanes"], distinct=True),
+    "queue, sequence": Kind(
+        lambda queue: SequenceSampler(queue, 4, burn_in=2),
+        PAD,
+        writer=QueueWriter,
+        forms=QUEUES,
+    ),
+    "rollout": Kind(
+        lambda rows: MinibatchSampler(),
+        writer="rollout",
+        forms=["plain", "lanes"],
+        distinct=True,
+    ),
 }
 
 
@@ -166,7 +228,10 @@ class Rollout(World):
 
     def make(self, lane: int) -> m.Fields:
         value = self.rng.randrange(64) / 64
-        return super().make(lane) | {("state_value",): [value], ("next", "state_value"): [value + 1]}
+        return super().make(lane) | {
+            ("state_value",): [value],
+            ("next", "state_value"): [value + 1],
+        }
 
 
 class Reservoir(World):
@@ -181,7 +246,8 @@ class Reservoir(World):
 
 
 class Silent:
-    """In place of a buffer that has got, or has not got, the rows that a world makes."""
+    """In place of a buffer that has got, or has not got, the rows that a world
+    makes."""
 
     def extend(self, *_: Any, **__: Any) -> None: ...
 
@@ -195,8 +261,11 @@ class Stopper:
     def __call__(self, frame: Any, event: str, arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        # The tracer would see the end of a `with` block before its `__exit__`, where Python handles no signals.
-        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+        # The tracer would see the end of a `with` block before its `__exit__`, where
+        # Python handles no signals.
+        if event == "line" and not getline(
+            frame.f_code.co_filename, frame.f_lineno
+        ).lstrip().startswith("with "):
             self.left -= 1
             if not self.left:
                 os.kill(os.getpid(), self.number)
@@ -205,7 +274,10 @@ class Stopper:
 
 @contextmanager
 def stopped(line: int, number: int) -> Iterator[Stopper]:
-    outer, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    outer, handler = (
+        sys.gettrace(),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     stopper = Stopper(line, number)
     sys.settrace(stopper)
     try:
@@ -239,12 +311,21 @@ class Machine:
         self.options, self.made = FORMS[form], 0
         self.lanes = LANES if "ndim" in self.options else 0
         self.steps = 2 + seed % 11 + (ANCHORS if self.kind.writer is QueueWriter else 0)
-        self.extra = ("advantage", "value_target") if self.kind.writer == "rollout" else ()
+        self.extra = (
+            ("advantage", "value_target") if self.kind.writer == "rollout" else ()
+        )
         self.is_ours = not form.startswith("torchrl")
         self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
-        world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(self.kind.writer, World)
+        world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(
+            self.kind.writer, World
+        )
         ordered = self.kind.writer is not ReservoirWriter
-        model = Model(self.steps, self.lanes, ordered=ordered, floor=1.5 if kind == "floored" else 0.0)
+        model = Model(
+            self.steps,
+            self.lanes,
+            ordered=ordered,
+            floor=1.5 if kind == "floored" else 0.0,
+        )
         often = [(0.1, 0.05, 0.05), (0.0, 0.0, 0.0), (0.4, 0.1, 0.2)][seed % 3]
         self.world = world(self.build(), model, seed, often, ids=seed % 5 > 0)
         self.is_prioritized = hasattr(self.sampler, "priority")
@@ -258,17 +339,25 @@ class Machine:
     def build(self, steps: int | None = None) -> Any:
         """Return an empty buffer, or the one whose rows lie in a folder."""
         self.is_shared = bool(self.options.get("shared"))
-        options, rows, writer = dict(self.options), (steps or self.steps) * max(1, self.lanes), self.kind.writer
+        options, rows, writer = (
+            dict(self.options),
+            (steps or self.steps) * max(1, self.lanes),
+            self.kind.writer,
+        )
         if "scratch_dir" in options:
             self.made += not options.get("reopen")
             options["scratch_dir"] = self.folder / f"rows{self.made}"
         size = ANCHORS * self.kind.recipe.window
         if writer == "rollout":
-            return RolloutBuffer(steps or self.steps, self.lanes or None, batch_size=size, partial=True)
+            return RolloutBuffer(
+                steps or self.steps, self.lanes or None, batch_size=size, partial=True
+            )
         storage, parts = PackedStorage(rows, lanes=self.lanes or None, **options), {}
         if writer is not None:
             parts["writer"] = writer()
-        sampler = self.kind.make(QueueSampler(parts["writer"]) if writer is QueueWriter else rows)
+        sampler = self.kind.make(
+            QueueSampler(parts["writer"]) if writer is QueueWriter else rows
+        )
         cls = ReplayBuffer
         if not self.is_ours:
             cls, parts = TensorDictReplayBuffer, {"writer": RingWriter()}
@@ -291,14 +380,16 @@ class Machine:
     def extend(self, a: int, b: int) -> None:
         count = 1 + a % (2 * self.steps)
         if self.lanes and not self.is_ours:
-            count += 1  # TorchRL's buffer cannot put the index of a single step into the data
+            # TorchRL's buffer cannot put the index of a single step into the data
+            count += 1
         if self.kind.writer == "rollout":
             count = 1 + a % self.room()
         with self.writing(count, range(len(self.model.rows_of))):
             self.world.extend(count)
 
     def add(self, a: int, b: int) -> None:
-        if self.lanes and not self.is_ours:  # TorchRL's buffer cannot put the index of several lanes into the data
+        # TorchRL's buffer cannot put the index of several lanes into the data
+        if self.lanes and not self.is_ours:
             return
         if self.kind.writer == "rollout":
             self.room()
@@ -323,12 +414,15 @@ class Machine:
                 self.model.begin_episodes([lane])
             rows = [self.world.make(lane) for _ in range(1 + b % 3)]
             before, data = self.model.written, m.as_tensordict(rows)
-            index = [[handle.add(data[0]), lane]] if len(rows) == 1 else handle.extend(data)
+            index = (
+                [[handle.add(data[0]), lane]] if len(rows) == 1 else handle.extend(data)
+            )
             self.world.tell([(lane, row) for row in rows], index)
             self.wrote(before)
 
     def room(self) -> int:
-        """Return how many steps fit into the rollout; begin another one if none does."""
+        """Return how many steps fit into the rollout; begin another one if none
+        does."""
         if len(self.model.rows_of[0]) == self.steps:
             self.model.clear()
         return self.steps - len(self.model.rows_of[0])
@@ -380,23 +474,38 @@ class Machine:
         drawn = [place[row.number] for row in anchors]
         if isinstance(self.rb.sampler, FreshRowsSampler):
             fresh = self.fresh(min(2, len(anchors)))
-            assert [row.number for row in anchors[: len(fresh)]] == fresh, "fresh rows come first, the oldest before"
+            assert [row.number for row in anchors[: len(fresh)]] == fresh, (
+                "fresh rows come first, the oldest before"
+            )
             self.undrawn -= {*fresh}
         elif kind.writer is QueueWriter:
-            assert [row.number for row in anchors] == [row.number for row in self.waiting_first(len(anchors))]
+            assert [row.number for row in anchors] == [
+                row.number for row in self.waiting_first(len(anchors))
+            ]
             self.undrawn -= {row.number for row in anchors}
         else:
             assert all(law[at] > 0 for at in drawn), "a row of probability 0 was drawn"
-        assert not kind.distinct or len({*drawn}) == len(drawn), "a row is twice in a batch"
-        if "priority_weight" in batch.keys() and not isinstance(self.sampler, RankSampler):
-            wanted = torch.tensor(m.importance(law, drawn, 0.5, self.sampler.weight_norm))
+        assert not kind.distinct or len({*drawn}) == len(drawn), (
+            "a row is twice in a batch"
+        )
+        if "priority_weight" in batch.keys() and not isinstance(
+            self.sampler, RankSampler
+        ):
+            wanted = torch.tensor(
+                m.importance(law, drawn, 0.5, self.sampler.weight_norm)
+            )
             found = batch["priority_weight"].view(-1, kind.recipe.window)
-            torch.testing.assert_close(found, wanted[:, None].expand_as(found), rtol=1e-4, atol=0.0)
+            torch.testing.assert_close(
+                found, wanted[:, None].expand_as(found), rtol=1e-4, atol=0.0
+            )
         return anchors
 
     def fresh(self, count: int) -> list[int]:
         """Return the oldest fresh rows, each time that of the lane with the most."""
-        waiting = [[row.number for row in rows if row.number in self.undrawn] for rows in self.model.rows_of]
+        waiting = [
+            [row.number for row in rows if row.number in self.undrawn]
+            for rows in self.model.rows_of
+        ]
         found: list[int] = []
         while len(found) < count and (longest := max(waiting, key=len)):
             found.append(longest.pop(0))
@@ -406,20 +515,33 @@ class Machine:
         return sorted(self.waiting, key=lambda row: row.number)[:count]
 
     def update(self, a: int, b: int) -> None:
-        """Give errors to a batch, perhaps one drawn long ago, or again; or not, if one is no number."""
+        """Give errors to a batch, perhaps one drawn long ago, or again; or not, if one
+        is no number."""
         recipe = self.kind.recipe
-        if not self.batches or not self.is_prioritized or (recipe.sequence and not self.is_ours):
+        if (
+            not self.batches
+            or not self.is_prioritized
+            or (recipe.sequence and not self.is_ours)
+        ):
             return  # TorchRL's buffer updates the first row of each window
         if not self.is_ours and self.rb.storage.ring.holes:
             return  # it does not know that an interrupted write has left gaps
         batch, anchors = self.batches[-1 - b % len(self.batches)]
-        if not self.is_ours:  # TorchRL's buffer does not know which rows have been replaced
-            anchors = [self.model.row(*cell) for cell in self.cells(batch) if cell[0] < len(self.model.rows_of[0])]
+        # TorchRL's buffer does not know which rows have been replaced
+        if not self.is_ours:
+            anchors = [
+                self.model.row(*cell)
+                for cell in self.cells(batch)
+                if cell[0] < len(self.model.rows_of[0])
+            ]
         if not anchors or len(anchors) * recipe.window < len(batch):
             return
         errors = [((a + 5 * k) % 17 - 8) / 4 for k in range(len(batch))]
         if a % 7 == 6:
-            errors[b % ANCHORS % len(anchors) * recipe.window + recipe.burn_in * recipe.sequence] = math.inf * (b % 2)
+            errors[
+                b % ANCHORS % len(anchors) * recipe.window
+                + recipe.burn_in * recipe.sequence
+            ] = math.inf * (b % 2)
         batch["td_error"] = torch.tensor(errors)
         if not all(map(math.isfinite, errors)):
             with pytest.raises(ValueError, match=r"NaN|finite"):
@@ -427,9 +549,14 @@ class Machine:
             return
         self.rb.update_tensordict_priority(batch)
         if recipe.sequence:
-            eta = self.rb.sampler.eta if self.rb.sampler.priority_rule == "mix" else None
+            eta = (
+                self.rb.sampler.eta if self.rb.sampler.priority_rule == "mix" else None
+            )
             counts = (batch["mask"] & ~batch["burn_in_mask"]).tolist()
-            parts = [slice(k * recipe.window, (k + 1) * recipe.window) for k in range(len(anchors))]
+            parts = [
+                slice(k * recipe.window, (k + 1) * recipe.window)
+                for k in range(len(anchors))
+            ]
             errors = [m.combined(errors[part], counts[part], eta) for part in parts]
         self.model.update(anchors, errors)
 
@@ -442,7 +569,9 @@ class Machine:
             rows = [rows[at % len(rows)] for at in (a, b, a + b)]
             errors = [a % 5 / 2, b % 3 / 4, -1.5]
             cells = torch.tensor([self.model.cell(row) for row in rows])
-            self.rb.update_priority(cells if self.lanes else cells[:, 0], torch.tensor(errors))
+            self.rb.update_priority(
+                cells if self.lanes else cells[:, 0], torch.tensor(errors)
+            )
             self.model.update(rows, errors)
 
     # -- edits
@@ -474,7 +603,9 @@ class Machine:
             return
         new = torch.arange(len(batch)).float()[:, None].expand(-1, 3) + a
         found = self.rb.write_back(batch.set("hidden", new.contiguous()), "hidden")
-        assert found == self.model.write_back(anchors, [{("hidden",): row} for row in new.tolist()])
+        assert found == self.model.write_back(
+            anchors, [{("hidden",): row} for row in new.tolist()]
+        )
 
     def empty(self, a: int, b: int) -> None:
         if a % 3 == 0:  # emptying is rare
@@ -484,7 +615,10 @@ class Machine:
 
     def stale(self) -> list[tuple[TensorDictBase, list[Row]]]:
         """Return the batches drawn so far, whose rows have all been replaced."""
-        gone = [(batch, [dataclasses.replace(row, number=-1) for row in rows]) for batch, rows in self.batches]
+        gone = [
+            (batch, [dataclasses.replace(row, number=-1) for row in rows])
+            for batch, rows in self.batches
+        ]
         return gone
 
     def reset(self, a: int, b: int) -> None:
@@ -493,13 +627,22 @@ class Machine:
 
     def replace(self, a: int, b: int) -> None:
         """Write rows in the place of others, of which their buffer is not told."""
-        is_plain = self.is_ours and not {"share_next", "frames", "reopen"} & {*self.options}
-        if not len(self.model) or not is_plain or self.kind.writer is not None or "fresh" in self.name:
+        is_plain = self.is_ours and not {"share_next", "frames", "reopen"} & {
+            *self.options
+        }
+        if (
+            not len(self.model)
+            or not is_plain
+            or self.kind.writer is not None
+            or "fresh" in self.name
+        ):
             return
         rows = self.model.rows()
         rows = [rows[at] for at in {a % len(rows), (a + b) % len(rows)}]
         new = [self.world.make(row.lane) for row in rows]
-        self.rb.storage.set(m.index_of(self.model, rows), m.as_tensordict(new), set_cursor=False)
+        self.rb.storage.set(
+            m.index_of(self.model, rows), m.as_tensordict(new), set_cursor=False
+        )
         for row, fields in zip(rows, new, strict=True):
             self.model.replace(row, fields)
             self.world.fresh[row.lane] = True
@@ -522,7 +665,11 @@ class Machine:
             (..., range(count)),
         ]
         index, slots = forms[(a + b) % len(forms)]
-        wanted = [self.model.row(at, lane).fields for at in slots for lane in range(len(self.model.rows_of))]
+        wanted = [
+            self.model.row(at, lane).fields
+            for at in slots
+            for lane in range(len(self.model.rows_of))
+        ]
         found = self.rb.storage.get(index).exclude("index", *self.extra).flatten()
         m.assert_batch(found, wanted)
         for beyond in (count, -count - 1):
@@ -550,7 +697,9 @@ class Machine:
         is_other = a % 2 == 0 and not self.options.get("reopen")
         if is_other:
             rb = self.build()
-        rb.loads(self.folder / "dump") if way == "dumps" else rb.load_state_dict(copy.deepcopy(state))
+        rb.loads(self.folder / "dump") if way == "dumps" else rb.load_state_dict(
+            copy.deepcopy(state)
+        )
         world, undrawn, batches = kept
         self.world, self.undrawn = m.saved(world), {*undrawn}
         self.world.rb, self.saved = rb, (way, state, kept)
@@ -558,17 +707,25 @@ class Machine:
         self.end_episodes()
 
     def end_episodes(self) -> None:
-        """End open episodes after a load, where there are ids, which new actors use again."""
+        """End open episodes after a load, where there are ids, which new actors use
+        again."""
         if self.world.ids:
             self.model.begin_episodes()
 
     def copied(self, a: int, b: int) -> None:
         if not self.is_shared and "reopen" not in self.options:
-            self.world.rb = copy.deepcopy(self.rb) if a % 2 else pickle.loads(pickle.dumps(self.rb))
+            self.world.rb = (
+                copy.deepcopy(self.rb) if a % 2 else pickle.loads(pickle.dumps(self.rb))
+            )
 
     def resize(self, a: int, b: int) -> None:
         """Load a dump into a buffer of another capacity."""
-        if self.kind.writer is not None or "reopen" in self.options or not self.is_ours or a % 2:
+        if (
+            self.kind.writer is not None
+            or "reopen" in self.options
+            or not self.is_ours
+            or a % 2
+        ):
             return
         steps = 2 + b % 15
         self.rb.dumps(self.folder / "resized")
@@ -577,7 +734,8 @@ class Machine:
         self.rb.loads(self.folder / "resized")
         if steps != self.steps:
             self.model.resize(self.steps)
-            self.undrawn = {row.number for row in self.model.rows()}  # all rows are fresh
+            # all rows are fresh
+            self.undrawn = {row.number for row in self.model.rows()}
         self.batches, self.saved = [], None
         self.end_episodes()
 
@@ -598,8 +756,11 @@ class Machine:
         if self.is_shared and self.kind.writer is None:
             self.in_child(a, b, 1 + (61 * a + b) % 800)
 
-    def in_child(self, a: int, b: int, line: int, then: Callable[[], object] = lambda: None) -> bool:
-        """Write in another process, which dies at a line of the write, if ``line`` > 0; return whether it died."""
+    def in_child(
+        self, a: int, b: int, line: int, then: Callable[[], object] = lambda: None
+    ) -> bool:
+        """Write in another process, which dies at a line of the write, if ``line`` > 0;
+        return whether it died."""
         before, child = m.saved(self.world), self.world
         written = self.model.written
         if not self.is_ours:
@@ -629,8 +790,10 @@ class Machine:
         return lanes
 
     def interrupt(self, a: int, b: int) -> None:
-        """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not, but for what it replaces."""
-        if self.kind.writer is not None or (self.lanes and not self.is_ours):  # see `extend`
+        """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not,
+        but for what it replaces."""
+        # see `extend`
+        if self.kind.writer is not None or (self.lanes and not self.is_ours):
             return
         before, after = m.saved(self.world), self.world
         before.rb, written = self.rb, self.model.written
@@ -643,24 +806,39 @@ class Machine:
             rows.rb, after = before.rb, rows
         self.settle(before, after, written, lanes, sure=False)
 
-    def settle(self, before: World, after: World, written: int, lanes: Sequence[int], *, sure: bool) -> None:
-        """Go on with the world that the buffer shows, before or after a write to ``lanes``.
+    def settle(
+        self,
+        before: World,
+        after: World,
+        written: int,
+        lanes: Sequence[int],
+        *,
+        sure: bool,
+    ) -> None:
+        """Go on with the world that the buffer shows, before or after a write to
+        ``lanes``.
 
-        If the write has not happened, the rows that it was about to replace may be gone.
+        If the write has not happened, the rows that it was about to replace may be
+        gone.
         """
         self.world = after
         if not sure:
             row = max(after.model.rows(), key=lambda row: row.number)
             self.world = after if self.shows(row) else before
             if self.world is before and len(self.rb.storage.ring) < len(before.model):
-                before.model.give_up([lanes.count(lane) for lane in range(len(before.model.rows_of))])
+                before.model.give_up(
+                    [lanes.count(lane) for lane in range(len(before.model.rows_of))]
+                )
         self.wrote(written)
 
     def shows(self, row: Row) -> bool:
         """Whether the newest row is stored."""
         index = m.index_of(self.model, [row])
         with suppress(IndexError):
-            return self.rb.storage.get(index)["observation"][0].tolist() == row.fields["observation",]
+            return (
+                self.rb.storage.get(index)["observation"][0].tolist()
+                == row.fields["observation",]
+            )
         return False
 
     def reopen(self, a: int, b: int) -> None:
@@ -675,13 +853,21 @@ class Machine:
 
     def mix(self, a: int, b: int) -> None:
         """Draw from a mixture with another buffer."""
-        is_plain = self.kind.recipe == PLAIN and self.kind.writer is None and not self.kind.distinct
+        is_plain = (
+            self.kind.recipe == PLAIN
+            and self.kind.writer is None
+            and not self.kind.distinct
+        )
         if not self.is_ours or not len(self.model) or not is_plain:
             return
         if self.mixed is None or self.mixed[0] is not self.rb:
-            other = World.of(UniformSampler(), 5, self.lanes, 1.4, seed=a, ids=self.world.ids)
+            other = World.of(
+                UniformSampler(), 5, self.lanes, 1.4, seed=a, ids=self.world.ids
+            )
             shares = {"one": 0.5, "other": 0.5}
-            mixture = ReplayBufferMixture({"one": self.rb, "other": other.rb}, shares, batch_size=8)
+            mixture = ReplayBufferMixture(
+                {"one": self.rb, "other": other.rb}, shares, batch_size=8
+            )
             self.mixed = self.rb, other, mixture
         _, other, mixture = self.mixed
         mixture.sampler.one = (1 + a % 3) / 4
@@ -689,7 +875,10 @@ class Machine:
             other.extend(1 + a % 5)
         for _ in range(2):  # the second batch is compiled
             batch = mixture.sample()
-            parts = [batch.exclude("source", "priority_weight")[batch["source"] == place] for place in (0, 1)]
+            parts = [
+                batch.exclude("source", "priority_weight")[batch["source"] == place]
+                for place in (0, 1)
+            ]
             anchors, _ = self.check_batch(parts[0]), other.check_batch(parts[1])
             if self.is_prioritized:
                 errors = torch.tensor([(a + k) % 9 / 4 for k in range(len(batch))])
@@ -701,20 +890,33 @@ class Machine:
         moves: list[Callable[[], object]] = [
             lambda: self.rb[:].share_memory_(),
             lambda: self.rb["hidden"].share_memory_(),
-            lambda: torch.nn.ParameterDict({"rows": torch.nn.Buffer(self.rb["hidden"])}).share_memory(),
+            lambda: torch.nn.ParameterDict(
+                {"rows": torch.nn.Buffer(self.rb["hidden"])}
+            ).share_memory(),
             lambda: self.rb[:].memmap_(),
             lambda: self.rb.storage.snapshot()["rows"].share_memory_(),
             lambda: self.rb["hidden"].set_(torch.zeros(3)),
             lambda: setattr(self.rb["hidden"], "data", torch.zeros(3)),
             lambda: self.not_resizable(lambda: self.rb["hidden"].resize_(1 << 20)),
-            lambda: self.not_resizable(lambda: self.rb["hidden"].untyped_storage().resize_(0)),
-            lambda: self.not_resizable(lambda: self.rb["hidden"].untyped_storage().resize_(1 << 24)),
+            lambda: self.not_resizable(
+                lambda: self.rb["hidden"].untyped_storage().resize_(0)
+            ),
+            lambda: self.not_resizable(
+                lambda: self.rb["hidden"].untyped_storage().resize_(1 << 24)
+            ),
         ]
         if self.is_ours:
             moves += [
-                lambda: self.rb.storage.edit(lambda data: [leaf.share_memory_() for leaf in data.values(True, True)])
+                lambda: self.rb.storage.edit(
+                    lambda data: [
+                        leaf.share_memory_() for leaf in data.values(True, True)
+                    ]
+                )
             ]
-            moves += [self.rb.storage._storage.share_memory_, self.rb.storage._storage.memmap_]
+            moves += [
+                self.rb.storage._storage.share_memory_,
+                self.rb.storage._storage.memmap_,
+            ]
         if len(self.model):
             moves[a % len(moves)]()
 
@@ -738,7 +940,9 @@ class Machine:
             self.rb.extend(bad[:, None] if self.lanes else bad)
         if self.is_prioritized:
             with pytest.raises((ValueError, IndexError)):
-                self.rb.update_priority(torch.tensor([[99, 0]] if self.lanes else [99]), torch.tensor([1.0]))
+                self.rb.update_priority(
+                    torch.tensor([[99, 0]] if self.lanes else [99]), torch.tensor([1.0])
+                )
 
     # -- everything
 
@@ -750,15 +954,32 @@ class Machine:
         m.assert_holds(rb, model, episodes=looks, extra=self.extra)
         if self.is_prioritized and len(model):
             law, rows = self.kind.law(model), model.rows()
-            found = self.sampler.probability(m.index_of(model, rows), storage=rb.storage).tolist()
-            if isinstance(self.sampler, RankSampler):  # rows of equal priorities are in any order
-                order = sorted(range(len(rows)), key=lambda at: (-rows[at].priority, -found[at]))
+            found = self.sampler.probability(
+                m.index_of(model, rows), storage=rb.storage
+            ).tolist()
+            # rows of equal priorities are in any order
+            if isinstance(self.sampler, RankSampler):
+                order = sorted(
+                    range(len(rows)), key=lambda at: (-rows[at].priority, -found[at])
+                )
                 found, law = [found[at] for at in order], sorted(law, reverse=True)
             assert found == pytest.approx(law, rel=1e-5), "probabilities"
 
 
 OPERATIONS = (
-    *("extend", "add", "append", "handle", "extend", "append", "sample", "sample", "update", "update", "update_rows"),
+    *(
+        "extend",
+        "add",
+        "append",
+        "handle",
+        "extend",
+        "append",
+        "sample",
+        "sample",
+        "update",
+        "update",
+        "update_rows",
+    ),
     *(
         "edit",
         "edit_all",
@@ -777,16 +998,23 @@ OPERATIONS = (
 )
 CASES = [(form, kind) for kind, made in KINDS.items() for form in made.forms]
 _number = st.integers(0, 60)
-_operations = st.lists(st.tuples(st.sampled_from(OPERATIONS), _number, _number), min_size=5, max_size=30)
+_operations = st.lists(
+    st.tuples(st.sampled_from(OPERATIONS), _number, _number), min_size=5, max_size=30
+)
 _seeds = st.integers(0, 2**20)
-_phases = [phase for phase in Phase if phase is not Phase.explain]  # which takes minutes
+# which takes minutes
+_phases = [phase for phase in Phase if phase is not Phase.explain]
 
 
-def play(form: str, kind: str, operations: list[tuple[str, int, int]], seed: int, looks: bool) -> None:
-    """Do the operations, and compare with the model after each; ``looks``: also episodes, else only at the end."""
+def play(
+    form: str, kind: str, operations: list[tuple[str, int, int]], seed: int, looks: bool
+) -> None:
+    """Do the operations, and compare with the model after each; ``looks``: also
+    episodes, else only at the end."""
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchRL warns of another batch size, Python 3.12 of forks beside threads
+        # TorchRL warns of another batch size, Python 3.12 of forks beside threads
+        warnings.simplefilter("ignore")
         machine = Machine(form, kind, Path(folder), seed)
         for number, (name, a, b) in enumerate(operations):
             try:
@@ -796,21 +1024,29 @@ def play(form: str, kind: str, operations: list[tuple[str, int, int]], seed: int
                 machine.check(looks=False)
             except BaseException as error:
                 where = f"over {form} rows, {kind}, steps={machine.steps}"
-                raise AssertionError(f"operation {number}, {name}({a}, {b}), {where}: {error}") from error
+                raise AssertionError(
+                    f"operation {number}, {name}({a}, {b}), {where}: {error}"
+                ) from error
         machine.check(looks=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=3, phases=_phases)
 @given(data=st.data(), operations=_operations, seed=_seeds, looks=st.booleans())
-def test_operations_agree_with_the_model(kind: str, data: Any, operations: Any, seed: int, looks: bool) -> None:
-    play(data.draw(st.sampled_from([*KINDS[kind].forms])), kind, operations, seed, looks)
+def test_operations_agree_with_the_model(
+    kind: str, data: Any, operations: Any, seed: int, looks: bool
+) -> None:
+    play(
+        data.draw(st.sampled_from([*KINDS[kind].forms])), kind, operations, seed, looks
+    )
 
 
 @pytest.mark.parametrize("kind", ["uniform", "n-step", "sequence of all", "chunks"])
 @settings(max_examples=4, phases=_phases)
 @given(operations=_operations, seed=_seeds, looks=st.booleans())
-def test_the_boundaries_of_other_devices_agree(kind: str, operations: Any, seed: int, looks: bool) -> None:
+def test_the_boundaries_of_other_devices_agree(
+    kind: str, operations: Any, seed: int, looks: bool
+) -> None:
     with mock.patch("rlbuf_td.storages.episodes.uses_numba", return_value=False):
         play("lanes", kind, operations, seed, looks)
 
@@ -835,14 +1071,25 @@ def apart(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "share_next", "shared lanes", "file"])
-def test_rows_stay_in_place_whatever_moves_the_memory_that_was_handed_out(form: str) -> None:
-    moves = [operation for a in range(13) for operation in (("move", a, 0), ("extend", 3, a), ("update", 1, 0))]
+def test_rows_stay_in_place_whatever_moves_the_memory_that_was_handed_out(
+    form: str,
+) -> None:
+    moves = [
+        operation
+        for a in range(13)
+        for operation in (("move", a, 0), ("extend", 3, a), ("update", 1, 0))
+    ]
     apart(form, "proportional", [("extend", 20, 0), *moves], 5, True)
 
 
 @pytest.mark.slow
 @settings(max_examples=50, phases=_phases)
-@given(case=st.sampled_from(CASES), operations=_operations, seed=_seeds, looks=st.booleans())
+@given(
+    case=st.sampled_from(CASES),
+    operations=_operations,
+    seed=_seeds,
+    looks=st.booleans(),
+)
 def test_many_more_operations_in_processes_that_may_crash_or_hang(
     case: tuple[str, str], operations: Any, seed: int, looks: bool
 ) -> None:

@@ -1,4 +1,5 @@
-"""The notebooks are stored with the outputs of a run from top to bottom, and still run."""
+"""The notebooks are stored with the outputs of a run from top to bottom, and still
+run."""
 
 from __future__ import annotations
 
@@ -23,17 +24,21 @@ from nbformat import NotebookNode  # noqa: E402
 from nbformat.v4 import new_code_cell, new_notebook  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-REFRESH = "RLBUF_TD_RENDER=1 .venv/bin/python -m pytest tests/test_notebooks.py -m slow -k {}"
+REFRESH = (
+    "RLBUF_TD_RENDER=1 .venv/bin/python -m pytest tests/test_notebooks.py -m slow -k {}"
+)
 
 
-# -- executing notebooks, storing them so that diffs are small, and finding what is wrong
+# -- executing notebooks, storing them so that diffs are small, and finding what is
+# wrong
 
 LARGEST_PICTURE = 60_000  # bytes
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-# A short run adds this to a cell tagged "settings", which sets SEEDS (a tuple) and STEPS (a number, or a dict of them).
+# A short run adds this to a cell tagged "settings", which sets SEEDS (a tuple) and
+# STEPS (a number, or a dict of them).
 SHORTER = """
 SEEDS = SEEDS[:1]
 STEPS = {name: steps // 20 for name, steps in STEPS.items()} if isinstance(STEPS, dict) else STEPS // 20
@@ -60,7 +65,8 @@ def tagged(cell: NotebookNode, tag: str) -> bool:
 
 
 def shorten(notebook: NotebookNode) -> NotebookNode:
-    """Return the notebook with few steps and without its checks, if it has a cell tagged "settings"."""
+    """Return the notebook with few steps and without its checks, if it has a cell
+    tagged "settings"."""
     if not any(tagged(cell, "settings") for cell in notebook.cells):
         return notebook
     notebook = deepcopy(notebook)
@@ -74,16 +80,28 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
     """Execute all cells in a folder; their outputs replace those of the notebook."""
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(
-        notebook, timeout=3600, startup_timeout=600, resources=resources, record_timing=False, coalesce_streams=True
+        notebook,
+        timeout=3600,
+        startup_timeout=600,
+        resources=resources,
+        record_timing=False,
+        coalesce_streams=True,
     ).execute()
 
 
 def tidy(notebook: NotebookNode) -> None:
-    """Keep only what a reader sees of an executed notebook, and the digest of each cell's source."""
+    """Keep only what a reader sees of an executed notebook, and the digest of each
+    cell's source."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in code_cells(notebook):
-        kept = {name: value for name, value in cell.metadata.items() if name in ("jupyter", "tags")}
-        cell.metadata = nbformat.from_dict(kept | {"source_digest": digest(cell.source)})
+        kept = {
+            name: value
+            for name, value in cell.metadata.items()
+            if name in ("jupyter", "tags")
+        }
+        cell.metadata = nbformat.from_dict(
+            kept | {"source_digest": digest(cell.source)}
+        )
         for output in cell.outputs:
             if output.output_type == "stream":
                 output.text = COMPILING.sub("", output.text)
@@ -101,15 +119,22 @@ def _with_palette(picture: str) -> str:
 
 
 def faults(notebook: NotebookNode, refresh: str) -> list[str]:
-    """Return what is wrong with a stored notebook; ``refresh`` is the command that stores it anew."""
+    """Return what is wrong with a stored notebook; ``refresh`` is the command that
+    stores it anew."""
     found = []
     for number, cell in enumerate(code_cells(notebook), 1):
         place = f"code cell {number} ({cell.source.partition(chr(10))[0]})"
         if cell.metadata.get("source_digest") != digest(cell.source):
             found.append(f"{place} was edited after its outputs were stored: {refresh}")
         if cell.execution_count != number:
-            found.append(f"{place} was not executed from a fresh start, in order: {refresh}")
-        found += [f"{place} shows {what}" for output in cell.outputs for what in _unwanted(output)]
+            found.append(
+                f"{place} was not executed from a fresh start, in order: {refresh}"
+            )
+        found += [
+            f"{place} shows {what}"
+            for output in cell.outputs
+            for what in _unwanted(output)
+        ]
     return found
 
 
@@ -124,7 +149,10 @@ def _unwanted(output: NotebookNode) -> Iterator[str]:
         yield f"a picture of {size} bytes: at most {LARGEST_PICTURE}, so lower its dpi or its size"
     for kind in data.keys() - {"text/plain", "text/html", "text/markdown", "image/png"}:
         yield f"an output of type {kind}"
-    for text in (output.get("text", ""), *(text for kind, text in data.items() if kind.startswith("text/"))):
+    for text in (
+        output.get("text", ""),
+        *(text for kind, text in data.items() if kind.startswith("text/")),
+    ):
         for what, pattern in UNWANTED.items():
             if match := re.search(pattern, text):
                 yield f"{what}: {text[max(0, match.start() - 40) : match.end() + 40]!r}"
@@ -132,9 +160,16 @@ def _unwanted(output: NotebookNode) -> Iterator[str]:
 
 def missing_pictures(notebook: NotebookNode) -> int:
     """Return how many pictures the code draws beyond those that are shown."""
-    draws = [cell.source for cell in code_cells(notebook) if re.search(r"plot_|plt\.show\(\)", cell.source)]
+    draws = [
+        cell.source
+        for cell in code_cells(notebook)
+        if re.search(r"plot_|plt\.show\(\)", cell.source)
+    ]
     shown = [
-        output for cell in code_cells(notebook) for output in cell.outputs if "image/png" in output.get("data", ())
+        output
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if "image/png" in output.get("data", ())
     ]
     return sum("import" not in source for source in draws) - len(shown)
 
@@ -156,7 +191,11 @@ def test_it_is_stored_as_it_was_executed(path):
 @each_notebook
 def test_its_asserts_stand_in_folded_cells_at_its_end(path):
     cells = nbformat.read(path, as_version=4).cells
-    (heading,) = (number for number, cell in enumerate(cells) if cell.source.startswith("## Checks"))
+    (heading,) = (
+        number
+        for number, cell in enumerate(cells)
+        if cell.source.startswith("## Checks")
+    )
     for cell in cells[heading + 1 :]:
         assert cell.metadata.tags == ["checks", "hide-input"]
         assert cell.metadata.jupyter.source_hidden
@@ -164,7 +203,13 @@ def test_its_asserts_stand_in_folded_cells_at_its_end(path):
     last = bodies.pop()
     assert len(last) >= 3
     assert all(isinstance(statement, ast.Assert) for statement in last)
-    assert not [node for body in bodies for each in body for node in ast.walk(each) if isinstance(node, ast.Assert)]
+    assert not [
+        node
+        for body in bodies
+        for each in body
+        for node in ast.walk(each)
+        if isinstance(node, ast.Assert)
+    ]
 
 
 @each_notebook
@@ -196,12 +241,19 @@ def test_it_runs_and_its_pictures_come_out(path, tmp_path):
     assert missing_pictures(notebook) <= 0
     if storing:
         tidy(notebook)
-        path.write_text(nbformat.writes(notebook).replace(str(tmp_path), ".") + "\n", encoding="utf-8")
-        assert faults(nbformat.read(path, as_version=4), REFRESH.format(path.stem)) == []
+        path.write_text(
+            nbformat.writes(notebook).replace(str(tmp_path), ".") + "\n",
+            encoding="utf-8",
+        )
+        assert (
+            faults(nbformat.read(path, as_version=4), REFRESH.format(path.stem)) == []
+        )
 
 
 def executed(*outputs: NotebookNode, source: str = "1 + 1") -> NotebookNode:
-    notebook = new_notebook(cells=[new_code_cell(source, execution_count=1, outputs=list(outputs))])
+    notebook = new_notebook(
+        cells=[new_code_cell(source, execution_count=1, outputs=list(outputs))]
+    )
     tidy(notebook)
     return notebook
 

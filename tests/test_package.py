@@ -26,7 +26,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -41,7 +46,11 @@ def test_importing_it_brings_in_no_compiler_no_plots_and_no_environments():
 
 def functions_of(module: ModuleType) -> list[str]:
     own = inspect.getmembers(module, inspect.isfunction)
-    return [name for name, thing in own if not name.startswith("_") and thing.__module__.startswith(module.__name__)]
+    return [
+        name
+        for name, thing in own
+        if not name.startswith("_") and thing.__module__.startswith(module.__name__)
+    ]
 
 
 PUBLIC = [
@@ -50,46 +59,80 @@ PUBLIC = [
     *((plots, name) for name in functions_of(plots)),
     (rlbuf_td.checkpoint, "open_checkpoint"),
 ]
-CLASSES = [thing for name in rlbuf_td.__all__ if isinstance(thing := getattr(rlbuf_td, name), type)]
+CLASSES = [
+    thing
+    for name in rlbuf_td.__all__
+    if isinstance(thing := getattr(rlbuf_td, name), type)
+]
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
-def test_docstrings_have_an_example_and_name_each_argument_the_result_and_the_cost(module, name):
+def test_docstrings_have_an_example_and_name_each_argument_the_result_and_the_cost(
+    module, name
+):
     thing = getattr(module, name)
     assert ">>> " in thing.__doc__
     if isinstance(thing, type):
-        arguments = [] if issubclass(thing, Exception) else list(inspect.signature(thing).parameters)
+        arguments = (
+            []
+            if issubclass(thing, Exception)
+            else list(inspect.signature(thing).parameters)
+        )
         sections = [] if issubclass(thing, Exception) else ["Cost"]
     else:
-        arguments, sections = list(inspect.signature(thing).parameters), ["Args", "Returns", "Raises", "Cost"]
-    for argument in (name for name in arguments if not name.startswith("_")):  # Ray adds one to classes that it has run
-        assert re.search(rf"^ +.*\*{{0,2}}\b{argument}\b.*:", thing.__doc__, re.MULTILINE), argument
+        arguments, sections = (
+            list(inspect.signature(thing).parameters),
+            ["Args", "Returns", "Raises", "Cost"],
+        )
+    # Ray adds one to classes that it has run
+    for argument in (name for name in arguments if not name.startswith("_")):
+        assert re.search(
+            rf"^ +.*\*{{0,2}}\b{argument}\b.*:", thing.__doc__, re.MULTILINE
+        ), argument
     for section in sections:
         assert re.search(rf"^ *{section}:", thing.__doc__, re.MULTILINE), section
 
 
 def test_public_methods_are_documented_and_stand_in_their_class():
-    ours = {cls: None for thing in CLASSES for cls in thing.__mro__ if cls.__module__.startswith("rlbuf_td")}
-    for cls, method, thing in [(each, *item) for each in ours for item in vars(each).items()]:
+    ours = {
+        cls: None
+        for thing in CLASSES
+        for cls in thing.__mro__
+        if cls.__module__.startswith("rlbuf_td")
+    }
+    for cls, method, thing in [
+        (each, *item) for each in ours for item in vars(each).items()
+    ]:
         if method.startswith("_"):
             continue
         if inspect.isroutine(thing) or isinstance(thing, (property, classmethod)):
             assert thing.__doc__, (cls, method)
         function = getattr(thing, "__func__", thing)  # of a class method
         if inspect.isfunction(function):
-            assert function.__qualname__.startswith(f"{cls.__qualname__}."), (cls, method)
+            assert function.__qualname__.startswith(f"{cls.__qualname__}."), (
+                cls,
+                method,
+            )
             assert function.__module__ == cls.__module__, (cls, method)
 
 
-@pytest.mark.parametrize("method", ["sample", "extend", "update_tensordict_priority", "__setitem__", "set_at_"])
+@pytest.mark.parametrize(
+    "method",
+    ["sample", "extend", "update_tensordict_priority", "__setitem__", "set_at_"],
+)
 def test_methods_of_a_buffer_can_be_pickled(method):
     rb = rlbuf_td.ReplayBuffer(batch_size=2)
     copied = pickle.loads(pickle.dumps(getattr(rb, method)))
-    assert (type(copied.__self__), copied.__func__) == (rlbuf_td.ReplayBuffer, getattr(rlbuf_td.ReplayBuffer, method))
+    assert (type(copied.__self__), copied.__func__) == (
+        rlbuf_td.ReplayBuffer,
+        getattr(rlbuf_td.ReplayBuffer, method),
+    )
 
 
 def test_help_shows_what_a_constructor_takes():
-    assert "max_capacity: 'int', alpha: 'float'" in pydoc.render_doc(rlbuf_td.ProportionalSampler)
+    assert "max_capacity: 'int', alpha: 'float'" in pydoc.render_doc(
+        rlbuf_td.ProportionalSampler
+    )
     for name in rlbuf_td.__all__:
         thing = getattr(rlbuf_td, name)
         if isinstance(thing, type) and not issubclass(thing, Exception):
@@ -103,9 +146,16 @@ def test_help_shows_what_a_constructor_takes():
 
 
 def test_files_that_the_package_and_its_documents_name_exist():
-    documents = ROOT / "README.md", ROOT / "docs" / "CONTRIBUTING.md", *(ROOT / "rlbuf_td").rglob("*.py")
+    documents = (
+        ROOT / "README.md",
+        ROOT / "docs" / "CONTRIBUTING.md",
+        *(ROOT / "rlbuf_td").rglob("*.py"),
+    )
     text = "".join(path.read_text() for path in documents)
-    named = {f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (tests\.benchmarks\.\w+)", text)}
+    named = {
+        f"{name.replace('.', '/')}.py"
+        for name in re.findall(r"-m (tests\.benchmarks\.\w+)", text)
+    }
     assert len(named) >= 6
     named |= {f"notebooks/{name}" for name in re.findall(r"\b\d+_\w+\.ipynb", text)}
     assert not [name for name in named if not (ROOT / name).is_file()]
@@ -113,22 +163,43 @@ def test_files_that_the_package_and_its_documents_name_exist():
 
 def test_everything_that_the_package_imports_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
-    declared = set(re.findall(r'"(\w+)', text[text.index("dependencies = [") : text.index("[tool.hatch")]))
-    nodes = [node for path in (ROOT / "rlbuf_td").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    declared = set(
+        re.findall(
+            r'"(\w+)', text[text.index("dependencies = [") : text.index("[tool.hatch")]
+        )
+    )
+    nodes = [
+        node
+        for path in (ROOT / "rlbuf_td").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    names = [
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
-    imported = {name.partition(".")[0].replace("PIL", "pillow") for name in names} - sys.stdlib_module_names
+    imported = {
+        name.partition(".")[0].replace("PIL", "pillow") for name in names
+    } - sys.stdlib_module_names
     assert len(imported) > 10
     assert imported <= declared
 
 
 def test_no_module_imports_what_imports_it() -> None:
-    """Contracts of import-linter see circles of modules beside each other, not those of a package and its module.
+    """Contracts of import-linter see circles of modules beside each other, not those of
+    a package and its module.
 
-    An operation of ``kernels/`` imports its own loops, ``cpu.py``, when it first needs them.
+    An operation of ``kernels/`` imports its own loops, ``cpu.py``, when it first needs
+    them.
     """
-    graph = pytest.importorskip("grimp").build_graph("rlbuf_td", exclude_type_checking_imports=True)
-    for package in {name.removesuffix(".cpu") for name in graph.modules if name.endswith(".cpu")}:
+    graph = pytest.importorskip("grimp").build_graph(
+        "rlbuf_td", exclude_type_checking_imports=True
+    )
+    for package in {
+        name.removesuffix(".cpu") for name in graph.modules if name.endswith(".cpu")
+    }:
         graph.remove_import(importer=package, imported=f"{package}.cpu")
     circles = [
         (module, other)
@@ -139,7 +210,8 @@ def test_no_module_imports_what_imports_it() -> None:
     assert circles == []
 
 
-# -- overrides: a method that has lost its caller does nothing, and no type checker sees TorchRL's bases
+# -- overrides: a method that has lost its caller does nothing, and no type checker sees
+# TorchRL's bases
 
 #: Names that only TorchRL's next release has, and two that notebooks call.
 CALLED_ELSEWHERE = {"_fork_safe", "_requires_shared_state", "_reset_worker_state"}
@@ -151,26 +223,55 @@ def is_of_base(node: ast.AST) -> bool:
 
 
 def test_methods_override_what_a_base_has():
-    """A private method that nothing calls, or a call of ``super()``, whose name no base has, has lost its caller."""
+    """A private method that nothing calls, or a call of ``super()``, whose name no base
+    has, has lost its caller."""
     pytest.importorskip("ray")  # which some modules import
-    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "rlbuf_td").rglob("*.py")}
+    trees = {
+        path: ast.parse(path.read_text()) for path in (ROOT / "rlbuf_td").rglob("*.py")
+    }
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    named = {node.attr for node in nodes if isinstance(node, ast.Attribute) and not is_of_base(node)}
-    strings = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    named |= {name for string in strings for name in re.findall(r"\b_\w+", string)} | CALLED_ELSEWHERE
+    named = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and not is_of_base(node)
+    }
+    strings = (
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    named |= {
+        name for string in strings for name in re.findall(r"\b_\w+", string)
+    } | CALLED_ELSEWHERE
     lost = []
     for path, tree in trees.items():
         for node in (each for each in tree.body if isinstance(each, ast.ClassDef)):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            of_bases = {name for base in getattr(import_module(module), node.name).__mro__[1:] for name in vars(base)}
-            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            module = ".".join(
+                path.relative_to(ROOT).with_suffix("").parts
+            ).removesuffix(".__init__")
+            of_bases = {
+                name
+                for base in getattr(import_module(module), node.name).__mro__[1:]
+                for name in vars(base)
+            }
+            methods = {
+                each.name for each in node.body if isinstance(each, ast.FunctionDef)
+            }
             private = {name for name in methods if re.match("_(?!_)", name)} - named
-            calls = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and is_of_base(each)}
-            lost += [f"{node.name}.{name}" for name in sorted((private | calls) - of_bases - CALLED_ELSEWHERE)]
+            calls = {
+                each.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Attribute) and is_of_base(each)
+            }
+            lost += [
+                f"{node.name}.{name}"
+                for name in sorted((private | calls) - of_bases - CALLED_ELSEWHERE)
+            ]
     assert not lost
 
 
-# -- what is built from the sources can be installed and used, also where nothing can be written
+# -- what is built from the sources can be installed and used, also where nothing can be
+# written
 
 SMOKE = """
 import torch, rlbuf_td
@@ -186,7 +287,9 @@ print(rlbuf_td.__file__)
 
 
 def run(*command: str, cwd: Path) -> str:
-    return subprocess.run([sys.executable, *command], cwd=cwd, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.mark.slow
@@ -194,18 +297,33 @@ def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
     pytest.importorskip("hatchling")
     run("-m", "hatchling", "build", "-d", str(tmp_path), cwd=ROOT)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.py")} | {"rlbuf_td/py.typed"}
-    files |= {str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.mplstyle")}
+    files = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.py")
+    } | {"rlbuf_td/py.typed"}
+    files |= {
+        str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.mplstyle")
+    }
     assert wheel.stat().st_size < 600_000
     with zipfile.ZipFile(wheel) as archive:
-        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files
+        assert {
+            name for name in archive.namelist() if ".dist-info/" not in name
+        } == files
     with tarfile.open(source) as archive:
         assert {"README.md", "LICENSE", *files, "notebooks/01_quick_start.ipynb"} <= {
             name.partition("/")[2] for name in archive.getnames()
         }
     for built in (wheel, source):
         folder = tmp_path / built.name.replace(".", "_")
-        install = "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(folder)
+        install = (
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            str(folder),
+        )
         run(*install, str(built), cwd=tmp_path)
         assert Path(run("-c", SMOKE, cwd=folder).strip()).is_relative_to(folder)
 
@@ -235,15 +353,41 @@ assert list(Path(sys.argv[1]).glob("rlbuf_td_*/*/*.nbc"))
 
 @pytest.mark.slow
 def test_samplers_and_demo_run_without_home_on_read_only_files(tmp_path):
-    names = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
-    environment = names | {"HOME": "/nonexistent", "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
+    names = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+    }
+    environment = names | {
+        "HOME": "/nonexistent",
+        "TMPDIR": str(tmp_path),
+        "MPLCONFIGDIR": str(tmp_path),
+    }
 
     def alone(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        shell = ["unshare", "--mount", "sh", "-c", READ_ONLY + command, "sh", *arguments]
-        return subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True)
+        shell = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            READ_ONLY + command,
+            "sh",
+            *arguments,
+        ]
+        return subprocess.run(
+            shell, cwd=ROOT, env=environment, capture_output=True, text=True
+        )
 
     if os.name != "posix" or alone("true").returncode:
         pytest.skip("needs the right to mount file systems")
     assert "Read-only" in alone("touch pyproject.toml").stderr
-    done = alone('exec "$@"', sys.executable, "-W", "error::RuntimeWarning", "-c", EVERYTHING, str(tmp_path))
+    done = alone(
+        'exec "$@"',
+        sys.executable,
+        "-W",
+        "error::RuntimeWarning",
+        "-c",
+        EVERYTHING,
+        str(tmp_path),
+    )
     assert done.returncode == 0, done.stderr

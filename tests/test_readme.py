@@ -33,20 +33,33 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def script() -> dict[str, Any]:
-    """Return what the README expects of a TorchRL script: environments, networks, a loss and an optimizer."""
+    """Return what the README expects of a TorchRL script: environments, networks, a
+    loss and an optimizer."""
     env = SerialEnv(4, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
     env = TransformedEnv(env, InitTracker())
     logits = TensorDictModule(MLP(4, 2, num_cells=[64]), ["observation"], ["logits"])
-    actor = ProbabilisticActor(logits, ["logits"], distribution_class=Categorical, return_log_prob=True)
+    actor = ProbabilisticActor(
+        logits, ["logits"], distribution_class=Categorical, return_log_prob=True
+    )
     critic = ValueOperator(MLP(4, 1, num_cells=[64]), ["observation"])
     loss_module = ClipPPOLoss(actor, critic)
     optimizer = torch.optim.Adam(loss_module.parameters())
-    return {"env": env, "actor": actor, "critic": critic, "loss_module": loss_module, "optimizer": optimizer}
+    return {
+        "env": env,
+        "actor": actor,
+        "critic": critic,
+        "loss_module": loss_module,
+        "optimizer": optimizer,
+    }
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))]
+)
 def test_its_python_runs(block, capsys):
-    exec(compile(block, "README.md", "exec"), script() if "loss_module" in block else {})
+    exec(
+        compile(block, "README.md", "exec"), script() if "loss_module" in block else {}
+    )
     if "print(rb)" in block:
         assert "1,000 of 100,000 rows" in capsys.readouterr().out
 
@@ -66,10 +79,16 @@ def text_of(path: Path) -> str:
     if path.suffix != ".ipynb":
         return path.read_text()
     cells = json.loads(path.read_text())["cells"]
-    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return "\n".join(
+        "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+    )
 
 
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
@@ -80,20 +99,26 @@ def test_every_file_and_section_that_a_document_links_to_is_there(path):
         assert place.stat().st_size <= 500_000
         if section:
             titles = re.findall(r"^#+ (.*)", text_of(place), re.MULTILINE)
-            assert section in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert section in [
+                re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+                for title in titles
+            ]
 
 
 def test_the_sampler_of_the_guide_draws_what_its_example_says():
     (source,) = re.findall(r'   ```python\n(   """.*?)   ```', CONTRIBUTING, re.DOTALL)
     names: dict[str, Any] = {"__name__": "newest"}
     exec(compile(textwrap.dedent(source), "CONTRIBUTING.md", "exec"), names)
-    example, *_ = DocTestFinder().find(names["NewestSampler"], module=False, globs=names)
+    example, *_ = DocTestFinder().find(
+        names["NewestSampler"], module=False, globs=names
+    )
     assert DocTestRunner().run(example).failed == 0
 
 
 def test_every_file_that_it_names_is_there():
     for name in re.findall(
-        r"`((?:tests|kernels|storages|samplers|writers|checkpoint|sharing)/[\w/]*\.py)`", README + CONTRIBUTING
+        r"`((?:tests|kernels|storages|samplers|writers|checkpoint|sharing)/[\w/]*\.py)`",
+        README + CONTRIBUTING,
     ):
         assert (ROOT / name).exists() or (ROOT / "rlbuf_td" / name).exists(), name
 
@@ -102,16 +127,27 @@ def test_the_row_that_the_storages_draw_is_the_row_that_is_stored():
     layout = RowLayout(transitions(SCHEMAS["halfcheetah"], 2), lead_dims=1)
     drawing = storages.__doc__ or ""
     (numbers, names) = re.findall(r"byte +0 ([ \d]*)\n.*\n *\|(.*)\| *\|\n", drawing)[0]
-    assert [int(start) for start in numbers.split()] == list(accumulate(leaf.nbytes for leaf in layout.leaves))
+    assert [int(start) for start in numbers.split()] == list(
+        accumulate(leaf.nbytes for leaf in layout.leaves)
+    )
     assert f"a row of {layout.row_bytes} bytes" in drawing
     drawn = [name.strip().removesuffix(".") for name in names.split("|")]
     for name, leaf in zip(drawn, layout.leaves, strict=True):
-        assert ".".join(leaf.key).removeprefix("next." if "." not in name else "").startswith(name)
+        assert (
+            ".".join(leaf.key)
+            .removeprefix("next." if "." not in name else "")
+            .startswith(name)
+        )
 
 
 def test_its_commands_are_one_line_each_and_install_their_extra():
-    for name, extra, ends in (("demo", "demo", "rlbuf_td demo"), ("tests", "tests", "pytest -n 2 --dist worksteal")):
-        (command,) = re.findall(rf"<!-- {name} -->\n```sh\n(.*?)\n```", README, re.DOTALL)
+    for name, extra, ends in (
+        ("demo", "demo", "rlbuf_td demo"),
+        ("tests", "tests", "pytest -n 2 --dist worksteal"),
+    ):
+        (command,) = re.findall(
+            rf"<!-- {name} -->\n```sh\n(.*?)\n```", README, re.DOTALL
+        )
         assert "\n" not in command
         assert f"'.[{extra}]'" in command
         assert command.endswith(ends)

@@ -1,10 +1,13 @@
-"""Bad input is refused by an error of the right class, with the right word, before anything has changed.
+"""Bad input is refused by an error of the right class, with the right word, before
+anything has changed.
 
-Each room of the package has a table in ``tests/refusals``: ``REFUSALS`` maps ``(name, maker)`` to rows
-``(call, error, word)``. The runner makes two equal objects, gives one of them to ``call``, and expects the error with
-the word (a regular expression). Then the object must hold what it held before, byte for byte, and its next batch and
-its next write must equal those of the other object. A name with ``drawn`` is of calls that have drawn random numbers
-before they can know; all others leave the generator alone. To add a refusal, add a row: one line, if possible.
+Each room of the package has a table in ``tests/refusals``: ``REFUSALS`` maps
+``(name, maker)`` to rows ``(call, error, word)``. The runner makes two equal objects,
+gives one of them to ``call``, and expects the error with the word (a regular
+expression). Then the object must hold what it held before, byte for byte, and its next
+batch and its next write must equal those of the other object. A name with ``drawn`` is
+of calls that have drawn random numbers before they can know; all others leave the
+generator alone. To add a refusal, add a row: one line, if possible.
 """
 
 from __future__ import annotations
@@ -18,7 +21,15 @@ import torch
 from tensordict import TensorDictBase
 
 from tests.catalogue import as_bytes
-from tests.refusals import buffers, diagnostics, envs, functional, samplers, storages, writers
+from tests.refusals import (
+    buffers,
+    diagnostics,
+    envs,
+    functional,
+    samplers,
+    storages,
+    writers,
+)
 
 ROOMS = storages, functional, writers, envs, samplers, diagnostics, buffers
 ROWS = [
@@ -48,9 +59,14 @@ def contents(made: Any) -> Any:
 
 
 def what_follows(made: Any) -> Any:
-    """Return the next batch of a buffer and what it holds after its next write, or the errors."""
+    """Return the next batch of a buffer and what it holds after its next write, or the
+    errors."""
     found: list[Any] = []
-    for go_on in (lambda: made.sample(), lambda: made.extend(made.last(1)), lambda: made[:]):
+    for go_on in (
+        lambda: made.sample(),
+        lambda: made.extend(made.last(1)),
+        lambda: made[:],
+    ):
         try:
             found.append(contents(go_on()))
         except Exception as error:  # noqa: BLE001  of what has none
@@ -59,7 +75,9 @@ def what_follows(made: Any) -> Any:
 
 
 @pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
-def test_it_is_refused_and_nothing_changes(is_drawn: bool, make: Any, call: Any, error: Any, word: str) -> None:
+def test_it_is_refused_and_nothing_changes(
+    is_drawn: bool, make: Any, call: Any, error: Any, word: str
+) -> None:
     torch.manual_seed(0)
     made = make()
     random = torch.get_rng_state()

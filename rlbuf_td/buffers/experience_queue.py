@@ -22,37 +22,47 @@ Result = TypeVar("Result")
 def _refuse(*names: str) -> None:
     if names:
         reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
-        raise ValueError(f"an ExperienceQueue has no {' and no '.join(names)} of its own choice: {reason}")
+        raise ValueError(
+            f"an ExperienceQueue has no {' and no '.join(names)} of its own choice: {reason}"
+        )
 
 
 class ExperienceQueue(ReplayBuffer):
-    """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is sampled once.
+    """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is
+    sampled once.
 
-    A row is a transition, or a trajectory of L steps with entries ``[L, ...]``. A write waits until its rows fit into
-    the queue, and warns after 5 seconds; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is
-    stored completely or not at all, and rows from the same thread keep their order. Several threads, and after
-    :meth:`share` several processes, may use a queue. If a process dies, the rows of its unfinished write are missing,
-    and those of its unfinished sample stay in the queue. If a transform raises an error in :meth:`sample`, the rows of
-    the batch are lost. Waiting calls are not served in order: use batches and writes of similar sizes, because calls
-    with few rows can delay a call with many rows. The capacity should be at least ``batch_size`` plus the rows of a
-    write, less 1; in a smaller queue, writes and batches of sizes without a large common divisor can wait for each
-    other forever.
+    A row is a transition, or a trajectory of L steps with entries ``[L, ...]``. A write
+    waits until its rows fit into the queue, and warns after 5 seconds; :meth:`sample`
+    waits until the queue has ``batch_size`` rows. A write is stored completely or not
+    at all, and rows from the same thread keep their order. Several threads, and after
+    :meth:`share` several processes, may use a queue. If a process dies, the rows of its
+    unfinished write are missing, and those of its unfinished sample stay in the queue.
+    If a transform raises an error in :meth:`sample`, the rows of the batch are lost.
+    Waiting calls are not served in order: use batches and writes of similar sizes,
+    because calls with few rows can delay a call with many rows. The capacity should be
+    at least ``batch_size`` plus the rows of a write, less 1; in a smaller queue, writes
+    and batches of sizes without a large common divisor can wait for each other forever.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
-        max_age: the largest age of a sampled row, at least 0, in rows (0: the newest); ``None``: any age. Older rows
-            are discarded instead of being sampled; ``health()["too_old"]`` counts them.
-        **kwargs: keywords of :class:`ReplayBuffer`. ``storage`` must be a :class:`PackedStorage` with ``ndim=1``;
-            its capacity (default: 1,000) limits the number of waiting rows.
+        max_age: the largest age of a sampled row, at least 0, in rows (0: the newest);
+            ``None``: any age. Older rows are discarded instead of being sampled;
+            ``health()["too_old"]`` counts them.
+        **kwargs: keywords of :class:`ReplayBuffer`. ``storage`` must be a
+            :class:`PackedStorage` with ``ndim=1``; its capacity (default: 1,000) limits
+            the number of waiting rows.
 
     Raises:
-        TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing has changed.
-        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given, or
-            ``timeout`` is negative. A write of no rows raises a ValueError, and so does a write or a batch that is
-            larger than the capacity, or that could wait forever; nothing has changed.
+        TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing
+            has changed.
+        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or
+            ``prefetch`` is given, or ``timeout`` is negative. A write of no rows raises
+            a ValueError, and so does a write or a batch that is larger than the
+            capacity, or that could wait forever; nothing has changed.
         ShutDown: the queue has been shut down, in any process.
 
-    Cost: as for a uniform sample and a write in a :class:`ReplayBuffer`; a waiting call polls every millisecond.
+    Cost: as for a uniform sample and a write in a :class:`ReplayBuffer`; a waiting call
+    polls every millisecond.
 
     Example: a learner that corrects for the lag of its actors with V-trace
 
@@ -72,11 +82,15 @@ class ExperienceQueue(ReplayBuffer):
         (torch.Size([2, 5, 1]), 0)
     """
 
-    def __init__(self, *, timeout: float | None = None, max_age: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, timeout: float | None = None, max_age: int | None = None, **kwargs: Any
+    ) -> None:
         refused = "min_size", "prefetch", "sampler", "samples_per_insert", "writer"
         _refuse(*(name for name in refused if kwargs.get(name)))
         if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, or None, got {timeout}")
+            raise ValueError(
+                f"timeout must be at least 0 seconds, or None, got {timeout}"
+            )
         self.timeout = timeout
         writer = QueueWriter()
         sampler = QueueSampler(writer, max_age=max_age)
@@ -94,18 +108,28 @@ class ExperienceQueue(ReplayBuffer):
         return self._initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""
+        """Wait for free space, write one row, and return its index. For errors, see
+        :class:`ExperienceQueue`."""
         self._refuse_blocking(self._batch_size, 1)
-        return self._once_possible(partial(super().add, data), self.timeout, slow_write=4)
+        return self._once_possible(
+            partial(super().add, data), self.timeout, slow_write=4
+        )
 
     def extend(
-        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None, lanes: None = None
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        update_priority: bool | None = None,
+        lanes: None = None,
     ) -> torch.Tensor:
-        """Wait until all ``[n]`` rows fit, then write them in order; ``update_priority`` has no effect.
+        """Wait until all ``[n]`` rows fit, then write them in order;
+        ``update_priority`` has no effect.
 
         A queue has no ``lanes``.
         """
-        write = partial(super().extend, tensordicts, update_priority=update_priority, lanes=lanes)
+        write = partial(
+            super().extend, tensordicts, update_priority=update_priority, lanes=lanes
+        )
         if isinstance(tensordicts, TensorDictBase) and tensordicts.ndim:
             self._refuse_blocking(self._batch_size, len(tensordicts))
         return self._once_possible(write, self.timeout, slow_write=4)
@@ -120,26 +144,32 @@ class ExperienceQueue(ReplayBuffer):
         timeout: float | None = None,
         cancel_event: Cancels | None = None,
     ) -> Any:
-        """Return the oldest ``batch_size`` rows and remove them from the queue; see :meth:`ReplayBuffer.sample`.
+        """Return the oldest ``batch_size`` rows and remove them from the queue; see
+        :meth:`ReplayBuffer.sample`.
 
-        ``wait=False`` raises a TimeoutError if there are too few rows. ``timeout`` defaults to the queue's ``timeout``.
+        ``wait=False`` raises a TimeoutError if there are too few rows. ``timeout``
+        defaults to the queue's ``timeout``.
         """
         seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
         draw = partial(super().sample, batch_size, return_info, include_info)
         return self._once_possible(draw, seconds, batch_size, cancel_event)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise :class:`ShutDown`."""
+        """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise
+        :class:`ShutDown`."""
         self._initialize().writer.close()
         super().shutdown(timeout)
 
     def _refuse_blocking(self, batch: int | None, write: int) -> None:
-        """Raise a ValueError if batches and writes of these sizes can wait for each other forever."""
+        """Raise a ValueError if batches and writes of these sizes can wait for each
+        other forever."""
         rows = self._initialize().storage.max_size
-        if batch is None or batch + write - 1 <= rows or max(batch, write) > rows:  # too large ones are refused anyway
+        # too large ones are refused anyway
+        if batch is None or batch + write - 1 <= rows or max(batch, write) > rows:
             return
         with self._replay_lock:
-            # The number of waiting rows changes by the two sizes, so that it stays a multiple of their divisor.
+            # The number of waiting rows changes by the two sizes, so that it stays a
+            # multiple of their divisor.
             divisor = gcd(batch, write, self.waiting)
         if batch + write - divisor > rows:
             sizes = f"writes of {write} rows and batches of {batch} can wait for each other forever"
@@ -154,9 +184,11 @@ class ExperienceQueue(ReplayBuffer):
         cancel_event: Cancels | None = None,
         slow_write: int = 0,
     ) -> Result:
-        """Repeat ``call`` while it raises Full or Empty, as :func:`attempts` does; return its result.
+        """Repeat ``call`` while it raises Full or Empty, as :func:`attempts` does;
+        return its result.
 
-        ``own_size`` is the size of a batch that is not :attr:`batch_size`, against which writes are not checked.
+        ``own_size`` is the size of a batch that is not :attr:`batch_size`, against
+        which writes are not checked.
         """
         reason = ""
         again = attempts(timeout, lambda: reason, cancel_event, slow_write=slow_write)

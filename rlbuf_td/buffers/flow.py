@@ -8,43 +8,69 @@ from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
-_INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
+_INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = (
+    range(8)
+)
 _SAVED = 6  # the first numbers are saved with the buffer
 
 
 class FlowControl:
-    r"""Admits a batch or a write only if the ratio of sampled to written rows stays near a target.
+    r"""Admits a batch or a write only if the ratio of sampled to written rows stays
+    near a target.
 
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
-    Here :math:`\sigma` is ``samples_per_insert``; samples and inserts are the numbers of rows sampled and written,
-    including this batch or write. Until ``min_size`` rows are written, all writes and no batches are admitted.
+    Here :math:`\sigma` is ``samples_per_insert``; samples and inserts are the numbers
+    of rows sampled and written, including this batch or write. Until ``min_size`` rows
+    are written, all writes and no batches are admitted.
 
-    The tolerance must be at least the batch size, and at least ``samples_per_insert`` times the rows of a write;
-    otherwise batches and writes could wait for each other forever. ``None`` chooses the smallest such tolerance
-    for the largest batch and the largest write so far.
+    The tolerance must be at least the batch size, and at least ``samples_per_insert``
+    times the rows of a write; otherwise batches and writes could wait for each other
+    forever. ``None`` chooses the smallest such tolerance for the largest batch and the
+    largest write so far.
 
-    The counts start again when the rows are removed or replaced: :meth:`restart`. Rows that are written by other means
-    than the buffer with this flow control (another buffer over the same storage, for example) count as written, and as
-    sampled as often as the target asks.
+    The counts start again when the rows are removed or replaced: :meth:`restart`. Rows
+    that are written by other means than the buffer with this flow control (another
+    buffer over the same storage, for example) count as written, and as sampled as often
+    as the target asks.
 
     Source: Cassirer et al., Reverb, 2021, section 3.4.
     """
 
     def __init__(
-        self, samples_per_insert: float | None = None, min_size: int = 0, tolerance: float | None = None
+        self,
+        samples_per_insert: float | None = None,
+        min_size: int = 0,
+        tolerance: float | None = None,
     ) -> None:
         ratio = inf if samples_per_insert is None else float(samples_per_insert)
         if samples_per_insert is not None and not (isfinite(ratio) and ratio > 0):
-            raise ValueError(f"samples_per_insert must be a positive number, got {samples_per_insert}")
+            raise ValueError(
+                f"samples_per_insert must be a positive number, got {samples_per_insert}"
+            )
         if isinstance(min_size, bool) or int(min_size) != min_size or min_size < 0:
-            raise ValueError(f"min_size must be a whole number of rows, at least 0, got {min_size}")
-        if tolerance is not None and (samples_per_insert is None or not tolerance >= max(1.0, ratio)):
-            least = "needs samples_per_insert" if samples_per_insert is None else f"must be at least {max(1.0, ratio)}"
-            raise ValueError(f"tolerance {least}, got {tolerance}: neither batches nor writes could pass")
-        self.samples_per_insert, self.min_size, self.given_tolerance = samples_per_insert, int(min_size), tolerance
+            raise ValueError(
+                f"min_size must be a whole number of rows, at least 0, got {min_size}"
+            )
+        if tolerance is not None and (
+            samples_per_insert is None or not tolerance >= max(1.0, ratio)
+        ):
+            least = (
+                "needs samples_per_insert"
+                if samples_per_insert is None
+                else f"must be at least {max(1.0, ratio)}"
+            )
+            raise ValueError(
+                f"tolerance {least}, got {tolerance}: neither batches nor writes could pass"
+            )
+        self.samples_per_insert, self.min_size, self.given_tolerance = (
+            samples_per_insert,
+            int(min_size),
+            tolerance,
+        )
         self._numbers = SharedNumbers("q", [0] * 8 + [-1, 0])
-        self.inserts = Planned(self._numbers, _INSERTED, 1, 8)  # the number of rows written
+        # the number of rows written
+        self.inserts = Planned(self._numbers, _INSERTED, 1, 8)
 
     @property
     def tolerance(self) -> float:
@@ -54,7 +80,12 @@ class FlowControl:
         """Return the tolerance after a batch of ``rows`` rows has been requested."""
         if self.given_tolerance is not None:
             return float(self.given_tolerance)
-        return max(1.0, self._numbers[_BATCH], rows, (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
+        return max(
+            1.0,
+            self._numbers[_BATCH],
+            rows,
+            (self.samples_per_insert or 0.0) * self._numbers[_WRITE],
+        )
 
     # In a buffer, callers of the methods that change numbers hold the buffer's lock.
 
@@ -75,11 +106,15 @@ class FlowControl:
         return self._excess(sampled + rows, inserted) <= self._tolerance_for(rows)
 
     def admit_insert(self, rows: int, publication: int | None = None) -> bool:
-        """Return whether a write is admitted; if it is, count its rows, or, with :attr:`Ring.publication`, plan to."""
+        """Return whether a write is admitted; if it is, count its rows, or, with
+        :attr:`Ring.publication`, plan to."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
-        if inserted > self.min_size and -self._excess(numbers[_SAMPLED], inserted) > self.tolerance:
+        if (
+            inserted > self.min_size
+            and -self._excess(numbers[_SAMPLED], inserted) > self.tolerance
+        ):
             return False
         if publication is None:
             numbers[_INSERTED] = inserted
@@ -91,7 +126,9 @@ class FlowControl:
         """Return in one sentence why a batch of ``rows`` rows is not admitted now."""
         inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
         if not inserted:
-            return "the buffer is empty" + (f", and min_size={self.min_size}" if self.min_size else "")
+            return "the buffer is empty" + (
+                f", and min_size={self.min_size}" if self.min_size else ""
+            )
         if inserted < self.min_size:
             return f"{inserted} of min_size={self.min_size} rows have been written"
         excess = self._excess(sampled + rows, inserted) - self._tolerance_for(rows)
@@ -99,10 +136,16 @@ class FlowControl:
         return f"{self._counts()}; a batch of {rows} rows is admitted when {max(1, missing)} more rows are written"
 
     def why_no_write(self, rows: int) -> str:
-        """Return in one sentence why a write of ``rows`` rows is not admitted now, and what to do."""
-        excess = -self._excess(self._numbers[_SAMPLED], self._numbers[_INSERTED] + rows) - self.tolerance
+        """Return in one sentence why a write of ``rows`` rows is not admitted now, and
+        what to do."""
+        excess = (
+            -self._excess(self._numbers[_SAMPLED], self._numbers[_INSERTED] + rows)
+            - self.tolerance
+        )
         missing = f"it is admitted when {max(1, ceil(excess))} more rows are sampled"
-        remedy = "Sample in another thread or process; in one thread, after each write: "
+        remedy = (
+            "Sample in another thread or process; in one thread, after each write: "
+        )
         return f"{self._counts()}; {missing}. {remedy}`while rb.can_sample(): batch = rb.sample()`"
 
     def _counts(self) -> str:
@@ -116,7 +159,8 @@ class FlowControl:
         return sampled - self.samples_per_insert * (inserted - self.min_size)
 
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
-        """Record the size of a batch or write; refuse a size that the given tolerance never admits."""
+        """Record the size of a batch or write; refuse a size that the given tolerance
+        never admits."""
         if self._numbers[_CLOSED]:
             raise ShutDown("the buffer has been shut down")
         self.refuse_endless(rows, weight, what)
@@ -124,31 +168,41 @@ class FlowControl:
             self._numbers[which] = rows
 
     def refuse_endless(self, rows: int, weight: float, what: str) -> None:
-        """Raise a ValueError if the given tolerance never admits a batch or write that counts as ``weight`` samples."""
+        """Raise a ValueError if the given tolerance never admits a batch or write that
+        counts as ``weight`` samples."""
         if self.given_tolerance is not None and weight > self.given_tolerance:
             room = f"a tolerance of {self.given_tolerance} sampled rows"
-            raise ValueError(f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}")
+            raise ValueError(
+                f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}"
+            )
 
     def restart(self, rows: int) -> None:
-        """Count ``rows`` as all that was written so far, and sampled as often as the target ratio asks."""
+        """Count ``rows`` as all that was written so far, and sampled as often as the
+        target ratio asks."""
         numbers = self._numbers
         self.inserts.forget()
         numbers[_INSERTED], numbers[_SAMPLED] = rows, self._target(rows)
         numbers[_EPOCH] += 1
 
     def agree(self, stored: int) -> None:
-        """Correct the counts if other means than this buffer have removed all rows or written some.
+        """Correct the counts if other means than this buffer have removed all rows or
+        written some.
 
         ``stored`` is the number of rows in the storage.
         """
         numbers = self._numbers
         if stored > numbers[_INSERTED]:
-            numbers[_INSERTED], numbers[_SAMPLED] = stored, max(numbers[_SAMPLED], self._target(stored))
+            numbers[_INSERTED], numbers[_SAMPLED] = (
+                stored,
+                max(numbers[_SAMPLED], self._target(stored)),
+            )
         elif not stored and numbers[_INSERTED]:
             self.restart(0)
 
     def _target(self, inserted: int) -> int:
-        return max(0, int((self.samples_per_insert or 0.0) * (inserted - self.min_size)))
+        return max(
+            0, int((self.samples_per_insert or 0.0) * (inserted - self.min_size))
+        )
 
     @property
     def epoch(self) -> int:
@@ -160,7 +214,8 @@ class FlowControl:
         return self._numbers[_INSERTED]
 
     def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract the rows of a failed batch or write, unless the counts have restarted since it was admitted."""
+        """Subtract the rows of a failed batch or write, unless the counts have
+        restarted since it was admitted."""
         if epoch == self.epoch:
             self._numbers[_SAMPLED] -= sampled
             self._numbers[_INSERTED] -= inserted
@@ -176,26 +231,47 @@ class FlowControl:
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
-        inserted, sampled, _, _, sample_waits, insert_waits, *_ = map(float, self._numbers)
-        counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
+        inserted, sampled, _, _, sample_waits, insert_waits, *_ = map(
+            float, self._numbers
+        )
+        counts = {
+            "inserts": inserted,
+            "samples": sampled,
+            "samples_per_insert": sampled / max(1.0, inserted),
+        }
         return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
     def state_dict(self) -> State:
-        settings = {"samples_per_insert": self.samples_per_insert, "min_size": self.min_size}
+        settings = {
+            "samples_per_insert": self.samples_per_insert,
+            "min_size": self.min_size,
+        }
         return settings | {"counts": [*self._numbers][:_SAVED]}
 
     def refuse_state(self, state: object) -> None:
-        """Raise a ValueError if ``state`` is neither None nor a result of :meth:`state_dict`."""
+        """Raise a ValueError if ``state`` is neither None nor a result of
+        :meth:`state_dict`."""
         if state is None:
             return
-        counts = state["counts"] if isinstance(state, dict) and {*self.state_dict()} == {*state} else None
+        counts = (
+            state["counts"]
+            if isinstance(state, dict) and {*self.state_dict()} == {*state}
+            else None
+        )
         is_list = isinstance(counts, list) and len(counts) == _SAVED
-        if not is_list or not all(type(count) is int and 0 <= count < 1 << 62 for count in counts or []):
-            raise ValueError(f"the saved state of flow control needs {_SAVED} whole numbers as counts, got {state!r}")
+        if not is_list or not all(
+            type(count) is int and 0 <= count < 1 << 62 for count in counts or []
+        ):
+            raise ValueError(
+                f"the saved state of flow control needs {_SAVED} whole numbers as counts, got {state!r}"
+            )
 
     def restore(self, state: State | None, rows: int) -> None:
-        """Restore a state; without one, or with one of other settings, restart with ``rows`` rows."""
-        if state is None or state | {"counts": []} != self.state_dict() | {"counts": []}:
+        """Restore a state; without one, or with one of other settings, restart with
+        ``rows`` rows."""
+        if state is None or state | {"counts": []} != self.state_dict() | {
+            "counts": []
+        }:
             return self.restart(rows)
         self.inserts.forget()
         for position, count in enumerate(state["counts"]):
@@ -210,11 +286,14 @@ def make_flow(
     prefetch: int,
     batch_size: int | None = None,
 ) -> FlowControl | None:
-    """Return a :class:`FlowControl`, or None if the arguments set no limit; refuse a batch size never admitted."""
+    """Return a :class:`FlowControl`, or None if the arguments set no limit; refuse a
+    batch size never admitted."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
-        raise ValueError("flow control counts batches when they are sampled: use prefetch=0")
+        raise ValueError(
+            "flow control counts batches when they are sampled: use prefetch=0"
+        )
     flow = FlowControl(samples_per_insert, min_size, tolerance)
     if isinstance(batch_size, int):
         flow.refuse_endless(batch_size, batch_size, "a batch")

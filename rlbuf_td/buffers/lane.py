@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """One lane of a buffer ``[T, E]``, for one actor in a thread or, after ``rb.share()``, in a process.
+    """One lane of a buffer ``[T, E]``, for one actor in a thread or, after
+    ``rb.share()``, in a process.
 
-    ``rb.lane(e)`` makes it. Lanes advance alone: an actor that is ahead waits for no other, and steps that actors
-    write at the same time do not end each other's trajectories. A process that is killed while it writes loses at most
-    that write.
+    ``rb.lane(e)`` makes it. Lanes advance alone: an actor that is ahead waits for no
+    other, and steps that actors write at the same time do not end each other's
+    trajectories. A process that is killed while it writes loses at most that write.
 
-    The first write of a handle begins an episode, because its environment does not go on where that of an earlier
-    actor stopped. So does the first write of each process that inherits or receives a handle. Make one handle per
-    actor, and keep it. ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment, and
+    The first write of a handle begins an episode, because its environment does not go
+    on where that of an earlier actor stopped. So does the first write of each process
+    that inherits or receives a handle. Make one handle per actor, and keep it.
+    ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment, and
     ``PettingZooRecorder`` one of several agents; a loop of one's own writes what
     :func:`~rlbuf_td.envs.transition.make_transition` returns.
 
@@ -47,18 +49,24 @@ class Lane:
     def __init__(self, buffer: ReplayBuffer, lane: int) -> None:
         storage = buffer.storage
         if storage.ndim != 2:
-            raise ValueError(f"lanes are those of a PackedStorage(max_size, ndim=2), this one has ndim={storage.ndim}")
+            raise ValueError(
+                f"lanes are those of a PackedStorage(max_size, ndim=2), this one has ndim={storage.ndim}"
+            )
         lanes = storage.lane_count
         if lanes is None:
             reason = "the number of lanes is not known before the first write"
-            raise ValueError(f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)")
+            raise ValueError(
+                f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)"
+            )
         self.buffer, self.number = buffer, whole(0)("lane", lane)
-        self._process = 0  # the id of the process in which this handle has written; 0: none
+        # the id of the process in which this handle has written; 0: none
+        self._process = 0
         if self.number >= lanes:
             raise IndexError(f"lane {lane} is out of range: lanes are 0 to {lanes - 1}")
 
     def add(self, data: TensorDictBase) -> int:
-        """Write one transition, ``[]``; return its time step. Errors: those of :meth:`ReplayBuffer.extend`."""
+        """Write one transition, ``[]``; return its time step. Errors: those of
+        :meth:`ReplayBuffer.extend`."""
         return int(self.extend(data.unsqueeze(0))[0, 0])
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
@@ -74,11 +82,13 @@ class Lane:
         return int(storage.ring.count[self.number]) if len(storage) else 0
 
     def chronological(self) -> TensorDictBase:
-        """Return a copy of the lane's transitions, transformed and oldest first, ``[n]``. Errors: see :meth:`last`."""
+        """Return a copy of the lane's transitions, transformed and oldest first,
+        ``[n]``. Errors: see :meth:`last`."""
         return self.last(None)
 
     def last(self, n: int | None) -> TensorDictBase:
-        """Return a copy of the newest ``n`` transitions of this lane, transformed and oldest first, ``[n]``.
+        """Return a copy of the newest ``n`` transitions of this lane, transformed and
+        oldest first, ``[n]``.
 
         Raises:
             ValueError: ``n`` is below 1, or above the number of stored transitions.

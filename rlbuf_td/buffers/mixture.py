@@ -1,4 +1,5 @@
-"""A mixture of replay buffers: each batch has rows of several buffers, in given proportions."""
+"""A mixture of replay buffers: each batch has rows of several buffers, in given
+proportions."""
 
 from __future__ import annotations
 
@@ -15,17 +16,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler, Storage
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    Sampler,
+    SliceSampler,
+    Storage,
+)
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
-from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, normalizer_of, plan_mixture
+from rlbuf_td.buffers.mixture_plan import (
+    MixturePlan,
+    largest_normalizer,
+    normalizer_of,
+    plan_mixture,
+)
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
 from rlbuf_td.kernels.dispatch import backend_of, untraced
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
-from rlbuf_td.samplers.common import OwnSignature, StatefulSampler, refuse_errors, refuse_priorities, stored_names
+from rlbuf_td.samplers.common import (
+    OwnSignature,
+    StatefulSampler,
+    refuse_errors,
+    refuse_priorities,
+    stored_names,
+)
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import State, as_number, fraction, whole
@@ -42,50 +59,66 @@ if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
 
 _FOLDER = "mixture"  # of the manifest of a dump
-_BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
+# members are folders of a dump
+_BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match
 
 
 class ReplayBufferMixture:
-    r"""Samples from several replay buffers (members), for example half demonstrations and half online data (RLPD).
+    r"""Samples from several replay buffers (members), for example half demonstrations
+    and half online data (RLPD).
 
-    A batch holds the rows of the first member, then the rows of the second member, and so on. ``"source"``, ``[B]``
-    int64, is the position of a row's member in :attr:`names`. With ``exact=True``, a member with share s provides
-    :math:`\lfloor B s \rfloor` or :math:`\lceil B s \rceil` rows, on average :math:`B s`. If a member has a
-    :class:`SequenceSampler`, each member provides a multiple of the sampler's window length. A member with a
-    :class:`MinibatchSampler` may provide fewer rows at the end of an epoch.
+    A batch holds the rows of the first member, then the rows of the second member, and
+    so on. ``"source"``, ``[B]`` int64, is the position of a row's member in
+    :attr:`names`. With ``exact=True``, a member with share s provides
+    :math:`\lfloor B s \rfloor` or :math:`\lceil B s \rceil` rows, on average
+    :math:`B s`. If a member has a :class:`SequenceSampler`, each member provides a
+    multiple of the sampler's window length. A member with a :class:`MinibatchSampler`
+    may provide fewer rows at the end of an epoch.
 
-    **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
-    member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
-    row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a normalizer,
-    the largest weight in the buffer or in the batch (``weight_norm``). A mixture divides all weights of a batch by the
-    largest normalizer of its members, which is 1 for members without priorities. Members without rows in the batch
-    count, except with ``weight_norm="batch"``. If any member has ``weight_norm=None``, weights are not divided.
+    **Importance weights** correct for the samplers of the members, but not for the
+    shares. A row of a prioritized member with N rows has the weight
+    :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the row.
+    Rows of other members have the weight 1. Used alone, a prioritized member divides
+    its weights by a normalizer, the largest weight in the buffer or in the batch
+    (``weight_norm``). A mixture divides all weights of a batch by the largest
+    normalizer of its members, which is 1 for members without priorities. Members
+    without rows in the batch count, except with ``weight_norm="batch"``. If any member
+    has ``weight_norm=None``, weights are not divided.
 
     Args:
-        members: a dict from names to :class:`ReplayBuffer` objects with equal keys, dtypes and shapes. Members may have
-            different samplers and transforms, but all batches must be on one device. A member can also be used alone.
-        shares: the expected fraction of a batch that each member provides, at least 0, scaled to add up to 1. For a
-            member "a", ``mixture.sampler.a = x`` or ``LinearScheduler(mixture.sampler, "a", ...)`` changes the share.
+        members: a dict from names to :class:`ReplayBuffer` objects with equal keys,
+            dtypes and shapes. Members may have different samplers and transforms, but
+            all batches must be on one device. A member can also be used alone.
+        shares: the expected fraction of a batch that each member provides, at least 0,
+            scaled to add up to 1. For a member "a", ``mixture.sampler.a = x`` or
+            ``LinearScheduler(mixture.sampler, "a", ...)`` changes the share.
         batch_size: B, the default for :meth:`sample`.
-        exact: if ``True``, the number of rows from each member is fixed up to rounding; if ``False``, the member of
-            each row is drawn at random.
-        writes_to: the member to which :meth:`extend` and :meth:`add` write by default. Required for TorchRL's trainers.
-        generator: the random generator that decides how many rows each member provides, default: torch's own.
+        exact: if ``True``, the number of rows from each member is fixed up to rounding;
+            if ``False``, the member of each row is drawn at random.
+        writes_to: the member to which :meth:`extend` and :meth:`add` write by default.
+            Required for TorchRL's trainers.
+        generator: the random generator that decides how many rows each member provides,
+            default: torch's own.
 
-    TorchRL's trainers accept a mixture as their ``replay_buffer``. TorchRL's ``ReplayBufferEnsemble`` also samples from
-    several buffers, but stacks their batches and does not support priorities.
+    TorchRL's trainers accept a mixture as their ``replay_buffer``. TorchRL's
+    ``ReplayBufferEnsemble`` also samples from several buffers, but stacks their batches
+    and does not support priorities.
 
     Raises:
-        TypeError: members or shares are no dict, or a member is not a :class:`ReplayBuffer`, is an
-            :class:`ExperienceQueue`, or has TorchRL's ``PrioritizedSampler``.
-        ValueError: members and shares differ in names, ``writes_to`` is not a member, or shares are out of range.
+        TypeError: members or shares are no dict, or a member is not a
+            :class:`ReplayBuffer`, is an :class:`ExperienceQueue`, or has TorchRL's
+            ``PrioritizedSampler``.
+        ValueError: members and shares differ in names, ``writes_to`` is not a member,
+            or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes.
 
-    Cost: a draw and a gather per member, if the members have samplers of this package (without wrappers, except
-    :class:`FreshRowsSampler`), rows in host memory of equal layout, and no transforms. Otherwise, each member makes a
-    batch of its own, and these batches are copied into one.
+    Cost: a draw and a gather per member, if the members have samplers of this package
+    (without wrappers, except :class:`FreshRowsSampler`), rows in host memory of equal
+    layout, and no transforms. Otherwise, each member makes a batch of its own, and
+    these batches are copied into one.
 
-    Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
+    Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with
+    Offline Data, ICML 2023.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -112,8 +145,16 @@ class ReplayBufferMixture:
         generator: torch.Generator | None = None,
     ) -> None:
         refuse_members(members, shares, writes_to)
-        self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
-        self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
+        self.members, self.sampler = (
+            dict(members),
+            Shares({name: shares[name] for name in members}),
+        )
+        self.batch_size, self.exact, self.writes_to, self._rng = (
+            batch_size,
+            bool(exact),
+            writes_to,
+            generator,
+        )
         self._plans: list[MixturePlan] = []  # whose memory no thread uses now
         self._checked: list[Any] = []
         self._refuse_other_schemas()
@@ -127,8 +168,13 @@ class ReplayBufferMixture:
 
     @property
     def storage(self) -> PackedStorage:
-        """The storage of the member ``writes_to``, or of the first member if ``writes_to`` is None."""
-        return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
+        """The storage of the member ``writes_to``, or of the first member if
+        ``writes_to`` is None."""
+        return (
+            self.members[self.writes_to]
+            if self.writes_to
+            else next(iter(self.members.values()))
+        ).storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
         return self.members[name]
@@ -142,15 +188,27 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        rows = {name: member.storage for name, member in self.members.items() if member.storage.layout is not None}
+        rows = {
+            name: member.storage
+            for name, member in self.members.items()
+            if member.storage.layout is not None
+        }
         reserved = {name for name, storage in rows.items() if storage.is_reserved}
-        found = [None if name in reserved else storage.layout for name, storage in rows.items()]
+        found = [
+            None if name in reserved else storage.layout
+            for name, storage in rows.items()
+        ]
         found += [member.sampler for member in self.members.values()]
         if len(found) == len(self._checked) and all(map(is_, found, self._checked)):
             return
         refuse_entries(self.members)
-        leaves_of = {name: storage.all_rows().layout.leaves for name, storage in rows.items()}
-        kinds_of = {name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves} for name, leaves in leaves_of.items()}
+        leaves_of = {
+            name: storage.all_rows().layout.leaves for name, storage in rows.items()
+        }
+        kinds_of = {
+            name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves}
+            for name, leaves in leaves_of.items()
+        }
         refuse_difference(kinds_of, reserved)
         self._checked = found
 
@@ -159,15 +217,21 @@ class ReplayBufferMixture:
     def _written(self, name: str | None) -> ReplayBuffer:
         name = self.writes_to if name is None else name
         if name not in self.members:
-            raise KeyError(f"no member {name!r} to write to: name one of {self.names}, or pass writes_to")
+            raise KeyError(
+                f"no member {name!r} to write to: name one of {self.names}, or pass writes_to"
+            )
         return self.members[name]
 
-    def extend(self, data: TensorDictBase, name: str | None = None, *, lanes: object = None) -> torch.Tensor:
-        """Write transitions to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.extend`."""
+    def extend(
+        self, data: TensorDictBase, name: str | None = None, *, lanes: object = None
+    ) -> torch.Tensor:
+        """Write transitions to the member ``name``, default ``writes_to``; see
+        :meth:`ReplayBuffer.extend`."""
         return self._written(name).extend(data, lanes=lanes)
 
     def add(self, data: TensorDictBase, name: str | None = None) -> int | torch.Tensor:
-        """Write one transition to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.add`."""
+        """Write one transition to the member ``name``, default ``writes_to``; see
+        :meth:`ReplayBuffer.add`."""
         return self._written(name).add(data)
 
     def empty(self) -> None:
@@ -178,23 +242,31 @@ class ReplayBufferMixture:
     # -- samples
 
     def counts(self, batch_size: int) -> list[int]:
-        """Return the number of rows that each member provides for a batch; each call may round differently."""
+        """Return the number of rows that each member provides for a batch; each call
+        may round differently."""
         window = lcm(*(window_of(each.sampler) for each in self.members.values()))
         if batch_size % window:
-            raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
+            raise ValueError(
+                f"batch_size={batch_size} must be a multiple of {window}, the windows of the members"
+            )
         return [count * window for count in self._parts_of(batch_size // window)]
 
     def _parts_of(self, batch_size: int) -> list[int]:
         shares = [*self.sampler.by_name.values()]
         if not self.exact:
             law = torch.tensor(shares, dtype=torch.float64, device="cpu")
-            drawn = torch.multinomial(law, batch_size, replacement=True, generator=self._rng)
+            drawn = torch.multinomial(
+                law, batch_size, replacement=True, generator=self._rng
+            )
             return torch.bincount(drawn, minlength=len(shares)).tolist()
         bounds = [round(total * batch_size, 9) for total in accumulate(shares[:-1])]
-        # One random offset for all bounds gives each count the right mean; the counts sum to B.
+        # One random offset for all bounds gives each count the right mean; the counts
+        # sum to B.
         offset = 0.0
         if not all(map(float.is_integer, bounds)):
-            offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
+            offset = torch.rand(
+                (), dtype=torch.float64, generator=self._rng, device="cpu"
+            ).item()
         ends = [*(int(bound + offset) for bound in bounds), batch_size]
         return [end - begin for begin, end in pairwise([0, *ends])]
 
@@ -203,23 +275,35 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: there is no batch size, a member that provides rows is empty, or the ``min_size`` or
-                ``samples_per_insert`` of a member does not allow the batch now.
+            RuntimeError: there is no batch size, a member that provides rows is empty,
+                or the ``min_size`` or ``samples_per_insert`` of a member does not allow
+                the batch now.
             ShutDown: a member has been shut down.
-            ValueError: the batch size is not positive, or not a multiple of the members' window lengths.
+            ValueError: the batch size is not positive, or not a multiple of the
+                members' window lengths.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
-            raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
+            raise RuntimeError(
+                "batch_size not specified: pass it to the mixture or to sample"
+            )
         size = size if type(size) is int else whole(1)("batch_size", size)
         if size < 1:
-            raise ValueError(f"a batch must have at least one row, got batch_size={size}")
+            raise ValueError(
+                f"a batch must have at least one row, got batch_size={size}"
+            )
         for member in self.members.values():
             member._refuse_shut_down()
         counts = self.counts(size)
-        needed = {name: count for name, count in zip(self.members, counts, strict=True) if count}
-        try:  # take it away: another thread, or a function that samples while this one does, makes a plan of its own
+        needed = {
+            name: count
+            for name, count in zip(self.members, counts, strict=True)
+            if count
+        }
+        # take it away: another thread, or a function that samples while this one does,
+        # makes a plan of its own
+        try:
             plan = self._plans.pop()
         except IndexError:
             plan = None
@@ -230,36 +314,64 @@ class ReplayBufferMixture:
             for name, member in self.members.items():
                 refuse_member(name, member)  # its parts may have been replaced
                 if name in needed and not len(member):
-                    raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
+                    raise RuntimeError(
+                        f"member {name!r} has no rows: extend it first, or set its share to 0"
+                    )
             plan = plan_mixture(self.members, size)
             plans = None if plan is None else plan.held(counts)
-        with ExitStack() as admitted:  # all members admit their rows, or none counts them
+        # all members admit their rows, or none counts them
+        with ExitStack() as admitted:
             for name, count in needed.items():
                 if self.members[name].flow is not None:
-                    admitted.enter_context(self.members[name]._permission(count, False, None))
+                    admitted.enter_context(
+                        self.members[name]._permission(count, False, None)
+                    )
             if plan is None or plans is None:
-                return self._joined({name: draw_rows_of(self.members[name], count) for name, count in needed.items()})
+                return self._joined(
+                    {
+                        name: draw_rows_of(self.members[name], count)
+                        for name, count in needed.items()
+                    }
+                )
             batch = plan.sample(counts, plans)
         self._plans.append(plan)
         return batch
 
     def _joined(self, parts: dict[str, MemberRows]) -> TensorDictBase:
         if len({part.rows["index"].device for part in parts.values()}) > 1:
-            devices = {name: str(part.rows["index"].device) for name, part in parts.items()}
+            devices = {
+                name: str(part.rows["index"].device) for name, part in parts.items()
+            }
             remedy = "keep their rows on one device, or give members device="
-            raise ValueError(f"the batches of members are on different devices, {devices}: {remedy}")
-        is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
+            raise ValueError(
+                f"the batches of members are on different devices, {devices}: {remedy}"
+            )
+        is_weighted = any(
+            member._initialize().prioritized is not None
+            for member in self.members.values()
+        )
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
-        largest = largest_normalizer(self.members, {name: part.normalizer for name, part in parts.items()})
+        largest = largest_normalizer(
+            self.members, {name: part.normalizer for name, part in parts.items()}
+        )
         for name, (rows, normalizer, stamps) in parts.items():
             size, device = len(rows), rows["index"].device
-            more: dict[str, Any] = {"source": torch.full((size,), self.names.index(name), device=device)}
+            more: dict[str, Any] = {
+                "source": torch.full((size,), self.names.index(name), device=device)
+            }
             if has_lanes:
                 more |= with_lane(rows)
             if is_weighted:
-                weight = rows.get("priority_weight", torch.ones(size, dtype=torch.float32, device=device))
-                more["priority_weight"] = weight * max((normalizer or 1.0) / largest, LEAST_RATIO)
-                more[SAMPLED_AT] = stamps if SAMPLED_AT not in rows.keys() else rows[SAMPLED_AT]
+                weight = rows.get(
+                    "priority_weight",
+                    torch.ones(size, dtype=torch.float32, device=device),
+                )
+                more["priority_weight"] = weight * max(
+                    (normalizer or 1.0) / largest, LEAST_RATIO
+                )
+                more[SAMPLED_AT] = (
+                    stamps if SAMPLED_AT not in rows.keys() else rows[SAMPLED_AT]
+                )
             set_entries_(rows, more)
         refuse_difference({name: kinds(part.rows) for name, part in parts.items()})
         return torch.cat([part.rows for part in parts.values()])  # pyrefly: ignore [bad-argument-type, bad-return]
@@ -271,11 +383,13 @@ class ReplayBufferMixture:
     # -- priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Update the priorities of each prioritized member; see :meth:`ReplayBuffer.update_tensordict_priority`.
+        """Update the priorities of each prioritized member; see
+        :meth:`ReplayBuffer.update_tensordict_priority`.
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
-            IndexError: an entry ``"source"`` is not the position of a member, or a row is out of range.
+            IndexError: an entry ``"source"`` is not the position of a member, or a row
+                is out of range.
             ValueError: a TD error is NaN or infinite.
 
         After an error, all priorities are unchanged.
@@ -291,43 +405,75 @@ class ReplayBufferMixture:
             member._update_sampled(index, td_error, stamp)
 
     def write_back(
-        self, batch: TensorDictBase, keys: object, *, sampled_at: Mapping[str, torch.Tensor] | None = None
+        self,
+        batch: TensorDictBase,
+        keys: object,
+        *,
+        sampled_at: Mapping[str, torch.Tensor] | None = None,
     ) -> int:
-        """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
+        """Write entries of a batch to the rows of all members; see
+        :meth:`ReplayBuffer.write_back`.
 
-        ``sampled_at`` maps the name of each member to the stamps of its rows in the batch, in their order:
-        ``{name: rb.storage.stamps(batch["index"][batch["source"] == place])}``. If no member is prioritized, the batch
-        has no entry ``"sampled_at"``, and this argument is required. After an error, no member has changed.
+        ``sampled_at`` maps the name of each member to the stamps of its rows in the
+        batch, in their order:
+        ``{name: rb.storage.stamps(batch["index"][batch["source"] == place])}``. If no
+        member is prioritized, the batch has no entry ``"sampled_at"``, and this
+        argument is required. After an error, no member has changed.
         """
         flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
         masks = members_of(flat, self.names)
-        if not isinstance(times, Mapping) or (SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()):
+        if not isinstance(times, Mapping) or (
+            SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()
+        ):
             lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
-            raise KeyError(f"{lacks}: pass a dict of storage.stamps(...) of each member's rows")
-        parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
-        own = [(self.members[name], part, times.get(name)) for name, part in parts.items()]
-        checked = [member._checked_entries(part, keys, time) for member, part, time in own]
-        return sum(member._write_back(part, *found) for (member, part, _), found in zip(own, checked, strict=True))
+            raise KeyError(
+                f"{lacks}: pass a dict of storage.stamps(...) of each member's rows"
+            )
+        parts = {
+            name: without_lane(self.members[name], flat[is_own])
+            for name, is_own in masks.items()
+        }
+        own = [
+            (self.members[name], part, times.get(name)) for name, part in parts.items()
+        ]
+        checked = [
+            member._checked_entries(part, keys, time) for member, part, time in own
+        ]
+        return sum(
+            member._write_back(part, *found)
+            for (member, part, _), found in zip(own, checked, strict=True)
+        )
 
     # -- state, health
 
     def _own_state(self) -> State:
         rng = None if self._rng is None else self._rng.get_state()
-        return {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
+        return {
+            "shares": self.sampler.state_dict(),
+            "exact": self.exact,
+            "generator": rng,
+        }
 
     def _restore_own(self, state: State) -> None:
-        """Restore the shares, ``exact`` and ``generator``; an error is raised before any change."""
+        """Restore the shares, ``exact`` and ``generator``; an error is raised before
+        any change."""
         rng, exact = state["generator"], bool(state["exact"])
         if self._rng is not None and rng is not None:
-            torch.Generator(self._rng.device).set_state(rng)  # raises an error if it is no state
+            # raises an error if it is no state
+            torch.Generator(self._rng.device).set_state(rng)
         self.sampler.load_state_dict(state["shares"])
         self.exact = exact
         if self._rng is not None and rng is not None:
             self._rng.set_state(rng)
 
     def state_dict(self) -> State:
-        """Return a copy of the state of all members, of the shares, ``exact`` and ``generator``."""
-        return {"members": {name: member.state_dict() for name, member in self.members.items()}} | self._own_state()
+        """Return a copy of the state of all members, of the shares, ``exact`` and
+        ``generator``."""
+        return {
+            "members": {
+                name: member.state_dict() for name, member in self.members.items()
+            }
+        } | self._own_state()
 
     def load_state_dict(self, state_dict: State) -> None:
         """Restore the result of :meth:`state_dict`.
@@ -340,12 +486,18 @@ class ReplayBufferMixture:
             member.load_state_dict(state_dict["members"][name])
 
     def dumps(self, path: str | Path) -> None:
-        """Save all members and the shares as one crash-safe dump; see :meth:`ReplayBuffer.dumps`.
+        """Save all members and the shares as one crash-safe dump; see
+        :meth:`ReplayBuffer.dumps`.
 
-        Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
+        Unchanged data is hard-linked to the previous dump, if the file system supports
+        hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            last = None if writer.previous is None else writer.previous.encoded.get("members")
+            last = (
+                None
+                if writer.previous is None
+                else writer.previous.encoded.get("members")
+            )
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
@@ -356,9 +508,9 @@ class ReplayBufferMixture:
         """Load a dump that :meth:`dumps` has written.
 
         Raises:
-            CheckpointError: the dump has other member names, or the dump of a member is missing or damaged. If the
-                names differ, nothing is loaded. If a member's dump is missing or damaged, other members may have been
-                loaded.
+            CheckpointError: the dump has other member names, or the dump of a member is
+                missing or damaged. If the names differ, nothing is loaded. If a
+                member's dump is missing or damaged, other members may have been loaded.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as dump:
             state = dump.state()
@@ -367,19 +519,31 @@ class ReplayBufferMixture:
                 member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> Self:
-        """Share the members with other processes (:meth:`ReplayBuffer.share`); each process has its own ``shares``."""
+        """Share the members with other processes (:meth:`ReplayBuffer.share`); each
+        process has its own ``shares``."""
         for member in self.members.values():
             member.share()
         return self
 
     def health(self) -> dict[str, float]:
-        """Return the share and :meth:`ReplayBuffer.health` of each member, with keys ``"name/entry"``."""
-        shares = {f"{name}/share": share for name, share in self.sampler.by_name.items()}
+        """Return the share and :meth:`ReplayBuffer.health` of each member, with keys
+        ``"name/entry"``."""
+        shares = {
+            f"{name}/share": share for name, share in self.sampler.by_name.items()
+        }
         found = {name: member.health() for name, member in self.members.items()}
-        return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
+        return shares | {
+            f"{name}/{key}": value
+            for name, report in found.items()
+            for key, value in report.items()
+        }
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_plans": [], "_checked": [], "_rng": pickled_generator(self._rng)}
+        return self.__dict__ | {
+            "_plans": [],
+            "_checked": [],
+            "_rng": pickled_generator(self._rng),
+        }
 
     def __setstate__(self, state: State) -> None:
         self.__dict__.update(state, _rng=unpickled_generator(state["_rng"]))
@@ -390,47 +554,78 @@ class ReplayBufferMixture:
             f"    {name} ({shares[name]:.4g}): {member!r}".replace("\n", "\n    ")
             for name, member in self.members.items()
         ]
-        return "\n".join([f"{type(self).__name__}(", *lines, f"    batch_size={self.batch_size}, exact={self.exact})"])
+        return "\n".join(
+            [
+                f"{type(self).__name__}(",
+                *lines,
+                f"    batch_size={self.batch_size}, exact={self.exact})",
+            ]
+        )
 
 
 class Shares(StatefulSampler):
-    """The members' shares as attributes; setting a share scales the other shares, so that the sum stays 1."""
+    """The members' shares as attributes; setting a share scales the other shares, so
+    that the sum stays 1."""
 
     by_name: dict[str, float]
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         for name in shares:
-            if not isinstance(name, str) or not name.isprintable() or hasattr(StatefulSampler, name) or _BAD_NAME(name):
-                raise ValueError(f"{name!r} cannot be the name of a member: choose another one")
+            if (
+                not isinstance(name, str)
+                or not name.isprintable()
+                or hasattr(StatefulSampler, name)
+                or _BAD_NAME(name)
+            ):
+                raise ValueError(
+                    f"{name!r} cannot be the name of a member: choose another one"
+                )
         given = {name: as_number(share) for name, share in shares.items()}
         total = sum(given.values())
-        if any(not share >= 0 for share in given.values()) or not 0 < total < float("inf"):
-            raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
-        self.__dict__["by_name"] = {name: share / total for name, share in given.items()}
+        if any(not share >= 0 for share in given.values()) or not 0 < total < float(
+            "inf"
+        ):
+            raise ValueError(
+                f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}"
+            )
+        self.__dict__["by_name"] = {
+            name: share / total for name, share in given.items()
+        }
 
     def __getattr__(self, name: str) -> float:
         found = self.__dict__.get("by_name", {})
         if name not in found:
-            raise AttributeError(f"a mixture of {', '.join(found)} has no share {name!r}")
+            raise AttributeError(
+                f"a mixture of {', '.join(found)} has no share {name!r}"
+            )
         return found[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         before = self.__dict__["by_name"]
         if name not in before:
             if not name.startswith("_"):
-                raise AttributeError(f"a mixture of {', '.join(before)} has no share {name!r}")
+                raise AttributeError(
+                    f"a mixture of {', '.join(before)} has no share {name!r}"
+                )
             self.__dict__[name] = value
             return
         share = fraction(name, value)
         others = sum(old for other, old in before.items() if other != name)
         if len(before) == 1 and share != 1:
-            raise ValueError(f"{name} is the only member: its share must be 1, got {value}")
+            raise ValueError(
+                f"{name} is the only member: its share must be 1, got {value}"
+            )
         even = (1 - share) / max(1, len(before) - 1)
-        scaled = {other: old * (1 - share) / others if others else even for other, old in before.items()}
+        scaled = {
+            other: old * (1 - share) / others if others else even
+            for other, old in before.items()
+        }
         self.__dict__["by_name"] = scaled | {name: share}
 
     def sample(self, storage: Storage, batch_size: int) -> Any:
-        raise NotImplementedError("the shares of a mixture cannot draw rows: sample the mixture or a member")
+        raise NotImplementedError(
+            "the shares of a mixture cannot draw rows: sample the mixture or a member"
+        )
 
     def _empty(self) -> None:
         pass
@@ -440,15 +635,24 @@ class Shares(StatefulSampler):
 
     def load_state_dict(self, state_dict: State) -> None:
         if state_dict.keys() != self.by_name.keys():
-            raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
-        self.__dict__["by_name"] = Shares({name: state_dict[name] for name in self.by_name}).by_name
+            raise ValueError(
+                f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}"
+            )
+        self.__dict__["by_name"] = Shares(
+            {name: state_dict[name] for name in self.by_name}
+        ).by_name
 
     def __repr__(self) -> str:
-        return "Shares(" + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items()) + ")"
+        return (
+            "Shares("
+            + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items())
+            + ")"
+        )
 
 
 def refuse_members(members: object, shares: object, writes_to: str | None) -> None:
-    """Raise a TypeError or a ValueError for the arguments of a mixture that cannot work."""
+    """Raise a TypeError or a ValueError for the arguments of a mixture that cannot
+    work."""
     if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
         given = f"got {type(members).__name__} and {type(shares).__name__}"
         example = '{"demos": 0.5, "online": 0.5}'
@@ -458,7 +662,11 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
         )
     for name, member in members.items():
         refuse_member(name, member)
-    if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
+    if (
+        not members
+        or members.keys() != shares.keys()
+        or (writes_to is not None and writes_to not in members)
+    ):
         given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
         raise ValueError(f"members and shares must have the same names: {given}")
 
@@ -466,25 +674,43 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
 def refuse_member(name: object, member: object) -> None:
     if not isinstance(member, ReplayBuffer):
         remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
-        raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
+        raise TypeError(
+            f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}"
+        )
     if isinstance(member, ExperienceQueue):
-        raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
+        raise TypeError(
+            f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart"
+        )
     if isinstance(member.sampler, EpisodeSampler):
         reason = "whose batches have no fixed number of rows"
-        raise TypeError(f"member {name!r} has an EpisodeSampler, {reason}: sample it apart, or use a SequenceSampler")
+        raise TypeError(
+            f"member {name!r} has an EpisodeSampler, {reason}: sample it apart, or use a SequenceSampler"
+        )
     sampler = getattr(member.sampler, "innermost", member.sampler)
-    if isinstance(sampler, PrioritizedSampler) and member._initialize().prioritized is None:
-        raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")
+    if (
+        isinstance(sampler, PrioritizedSampler)
+        and member._initialize().prioritized is None
+    ):
+        raise TypeError(
+            f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler"
+        )
 
 
 def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
-    """Raise a SchemaError if a member stores an entry that batches of the mixture use for something else."""
-    is_weighted = any(member._initialize().prioritized is not None for member in members.values())
+    """Raise a SchemaError if a member stores an entry that batches of the mixture use
+    for something else."""
+    is_weighted = any(
+        member._initialize().prioritized is not None for member in members.values()
+    )
     adds = {"source"} | (Prioritized.report_keys if is_weighted else set())
     for name, member in members.items():
         for key in stored_names(member.storage).keys() & adds:
-            remedy = f"store it under another name, data.rename_key_({key!r}, 'my_{key}')"
-            raise SchemaError(f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}")
+            remedy = (
+                f"store it under another name, data.rename_key_({key!r}, 'my_{key}')"
+            )
+            raise SchemaError(
+                f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}"
+            )
 
 
 class MemberRows(NamedTuple):
@@ -497,7 +723,8 @@ class MemberRows(NamedTuple):
 
 def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
     """Draw ``count`` rows from a member, and transform them."""
-    with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
+    # priorities must not change before the normalizer is known
+    with member._futures_lock, member._locked():
         batch, report = member._drawn(count)
         normalizer = normalizer_of(member, report)
         stamps = member.storage.stamps(report["index"]) if batch.ndim == 1 else None
@@ -506,15 +733,23 @@ def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
     rows = member._finish(batch, report)[0]
     if rows.ndim != 1:
         inner = [*rows.shape[1:]]
-        raise ValueError(f"members must store single transitions, these rows have further batch dims, {inner}")
-    return MemberRows(without_lane(member, rows), normalizer, stamps)  # TorchRL's slices have an index [B, 1]
+        raise ValueError(
+            f"members must store single transitions, these rows have further batch dims, {inner}"
+        )
+    # TorchRL's slices have an index [B, 1]
+    return MemberRows(without_lane(member, rows), normalizer, stamps)
 
 
 def window_of(sampler: Sampler) -> int:
-    """Return a number that must divide the batch size: the length of windows or slices, the number of slices, or 1."""
+    """Return a number that must divide the batch size: the length of windows or slices,
+    the number of slices, or 1."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
-    return (sampler.slice_len or sampler.num_slices or 1) if isinstance(sampler, SliceSampler) else 1
+    return (
+        (sampler.slice_len or sampler.num_slices or 1)
+        if isinstance(sampler, SliceSampler)
+        else 1
+    )
 
 
 INDICES = "index", "anchor_index"
@@ -522,8 +757,15 @@ INDICES = "index", "anchor_index"
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
     """Return index entries ``[B]`` as ``[B, 2]``, (time step, lane); the lane is 0."""
-    flat = {key: rows.get(key) for key in INDICES if key in rows.keys() and rows.get(key).ndim == 1}
-    return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
+    flat = {
+        key: rows.get(key)
+        for key in INDICES
+        if key in rows.keys() and rows.get(key).ndim == 1
+    }
+    return {
+        key: torch.stack((index, torch.zeros_like(index)), -1)
+        for key, index in flat.items()
+    }
 
 
 def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
@@ -542,23 +784,35 @@ def has_lane(member: ReplayBuffer, rows: TensorDictBase) -> bool:
 
 
 def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
-    """Map each member's name to a bool mask of its rows in a batch ``[B]``; omit members without rows."""
+    """Map each member's name to a bool mask of its rows in a batch ``[B]``; omit
+    members without rows."""
     source = batch.get("source", None)
     if source is None:
-        raise KeyError("the batch has no 'source', the member of each row: pass a batch of this mixture")
+        raise KeyError(
+            "the batch has no 'source', the member of each row: pass a batch of this mixture"
+        )
     if not len(source):
         return {}
-    is_plain = source.ndim == 1 and not source.is_floating_point() and source.dtype is not torch.bool
+    is_plain = (
+        source.ndim == 1
+        and not source.is_floating_point()
+        and source.dtype is not torch.bool
+    )
     low, high = map(int, source.aminmax()) if is_plain else (-1, -1)
     if not 0 <= low <= high < len(names):
         found = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
-        raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")
+        raise IndexError(
+            f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}"
+        )
     counts = torch.bincount(source, minlength=len(names)).tolist()
     return {name: source == place for place, name in enumerate(names) if counts[place]}
 
 
-def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the index of a member's rows in a batch ``[B]``, their TD errors, and their stamps.
+def own_errors(
+    member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the index of a member's rows in a batch ``[B]``, their TD errors, and
+    their stamps.
 
     Other rows are left out, or have the index -1.
     """
@@ -567,7 +821,9 @@ def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> t
         batch = cast("TensorDictBase", batch[is_own])
     elif has_lane(member, batch):
         batch = batch.copy()
-    index, td_error, stamp, windows = parts.errors_of(without_lane(member, batch), 1, member.priority_key)
+    index, td_error, stamp, windows = parts.errors_of(
+        without_lane(member, batch), 1, member.priority_key
+    )
     if windows is not None:
         index, td_error = windows.reduced(index, td_error)
     if parts.wrapper is None:
@@ -576,8 +832,11 @@ def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> t
     return index, td_error, stamp
 
 
-def refuse_update(member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> None:
-    """Raise the error that an update of a prioritized member's priorities would raise."""
+def refuse_update(
+    member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: Tensor | None
+) -> None:
+    """Raise the error that an update of a prioritized member's priorities would
+    raise."""
     storage = member.storage
     flat, rows = flat_rows(index, storage, device_of(storage)), len(storage)
     if stamp is not None:
@@ -591,14 +850,22 @@ def refuse_update(member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: 
 def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:
     """Raise an error if a member cannot load its state; leave all members unchanged."""
     if states.keys() != members.keys():
-        raise ValueError(f"the state is of members {[*states]}, the mixture has {[*members]}")
+        raise ValueError(
+            f"the state is of members {[*states]}, the mixture has {[*members]}"
+        )
     for name, member in members.items():
         state = states[name]
         member._initialize()
         with member._locked():
             member.storage.examine(state["_storage"])
-            parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
-            before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
+            parts = {
+                "_transforms": member.transform,
+                "_writer": member.writer,
+                "_sampler": member.sampler,
+            }
+            before = {
+                key: copy.deepcopy(part.state_dict()) for key, part in parts.items()
+            }
             for saved in (state, before):
                 with all_or_nothing() as undo:
                     for key, part in parts.items():
@@ -607,21 +874,33 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
     items = data.items(include_nested=True, leaves_only=True)
-    return {as_tuple(key): (value.dtype, value.shape[data.ndim :]) for key, value in items}
+    return {
+        as_tuple(key): (value.dtype, value.shape[data.ndim :]) for key, value in items
+    }
 
 
-def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
-    """Raise a SchemaError if members differ in keys, dtypes or shapes; members in ``reserved`` may lack keys."""
+def refuse_difference(
+    members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()
+) -> None:
+    """Raise a SchemaError if members differ in keys, dtypes or shapes; members in
+    ``reserved`` may lack keys."""
     if not members:
         return
     (first, known), *others = members.items()
     for name, found in others:
         for key in sorted(known.keys() | found.keys()):
-            comes_later = any(who in reserved and key not in each for who, each in ((first, known), (name, found)))
+            comes_later = any(
+                who in reserved and key not in each
+                for who, each in ((first, known), (name, found))
+            )
             if comes_later or known.get(key) == found.get(key):
                 continue
             words = [
-                f"{kind(*each[key])} in {who!r}" if key in each else f"missing in {who!r}"
+                f"{kind(*each[key])} in {who!r}"
+                if key in each
+                else f"missing in {who!r}"
                 for who, each in ((first, known), (name, found))
             ]
-            raise SchemaError(f"members must hold the same entries: {show_key(key)} is {words[0]}, {words[1]}")
+            raise SchemaError(
+                f"members must hold the same entries: {show_key(key)} is {words[0]}, {words[1]}"
+            )

@@ -1,4 +1,5 @@
-"""The plan of a mixture's batch: each member gathers the rows that it draws to a slice of one batch."""
+"""The plan of a mixture's batch: each member gathers the rows that it draws to a slice
+of one batch."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ class _Part(NamedTuple):
     scratch: Tensor  # ``[n]`` float64, for random numbers
 
 
-def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> float | None:
-    """Return the largest importance weight of a member, by which the member divides its weights; None: no division.
+def normalizer_of(
+    member: ReplayBuffer, report: Mapping[Any, Any] | None
+) -> float | None:
+    """Return the largest importance weight of a member, by which the member divides its
+    weights; None: no division.
 
-    ``report`` is the sampler's report of the member's rows in the batch, or None if the batch has no row of the member.
+    ``report`` is the sampler's report of the member's rows in the batch, or None if the
+    batch has no row of the member.
     """
     sampler, rows = member._initialize().prioritized, row_count(member.storage)
     if sampler is None or not rows or sampler.weight_norm is None:
@@ -46,76 +51,127 @@ def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> flo
             return float((rows * sampler.least_probability()) ** -sampler.beta)
     if report is None or "priority_weight" not in report:
         return None
-    drawn = flat_rows(report.get("anchor_index", report["index"]), member.storage, sampler.device)
+    drawn = flat_rows(
+        report.get("anchor_index", report["index"]), member.storage, sampler.device
+    )
     probability = sampler.probability(drawn)
     likeliest = probability.argmax()
-    if not probability[likeliest] > 0.0:  # all rows are fresh, and are never drawn otherwise
+    # all rows are fresh, and are never drawn otherwise
+    if not probability[likeliest] > 0.0:
         return 1.0
     weight = (rows * probability[likeliest]) ** -sampler.beta
-    return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))  # which may have underflowed
+    # which may have underflowed
+    return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))
 
 
-def largest_normalizer(members: Mapping[str, ReplayBuffer], drawn: Mapping[str, float | None]) -> float:
-    """Return the largest normalizer of all members; 1 if a member has ``weight_norm=None``.
+def largest_normalizer(
+    members: Mapping[str, ReplayBuffer], drawn: Mapping[str, float | None]
+) -> float:
+    """Return the largest normalizer of all members; 1 if a member has
+    ``weight_norm=None``.
 
     ``drawn`` has the normalizers of the members with rows in the batch.
     """
     samplers = [member._initialize().prioritized for member in members.values()]
     if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
         return 1.0
-    known = [*drawn.values(), *(normalizer_of(member, None) for name, member in members.items() if name not in drawn)]
-    return max([number for number in known if number is not None] + [1.0] * (None in samplers), default=1.0)
+    known = [
+        *drawn.values(),
+        *(
+            normalizer_of(member, None)
+            for name, member in members.items()
+            if name not in drawn
+        ),
+    ]
+    return max(
+        [number for number in known if number is not None] + [1.0] * (None in samplers),
+        default=1.0,
+    )
 
 
 class MixturePlan:
-    """Draws batches of ``size`` rows from members of equal layout that have no option that changes batches.
+    """Draws batches of ``size`` rows from members of equal layout that have no option
+    that changes batches.
 
-    Its memory serves one batch at a time: a thread takes the plan away from the mixture while it uses it. A lock would
-    still be held in a process that is forked meanwhile.
+    Its memory serves one batch at a time: a thread takes the plan away from the mixture
+    while it uses it. A lock would still be held in a process that is forked meanwhile.
     """
 
-    def __init__(self, members: Mapping[str, ReplayBuffer], plans: Sequence[CompiledPlan], size: int) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, ReplayBuffer],
+        plans: Sequence[CompiledPlan],
+        size: int,
+    ) -> None:
         self.members, self.size = members, size
-        self.parts = [member.parts for member in members.values()]  # replaced if a component is replaced
+        # replaced if a component is replaced
+        self.parts = [member.parts for member in members.values()]
         self.is_weighted = any(plan.is_stamped for plan in plans)
-        #: The readings of at most ``size`` rows, and the plans, which hold the rows until a member drops its plans.
-        self.readings = WeakKeyDictionary({plan: Reading(plan.storage, size, self.is_weighted) for plan in plans})
+        #: The readings of at most ``size`` rows, and the plans, which hold the rows
+        # until a member drops its plans.
+        self.readings = WeakKeyDictionary(
+            {plan: Reading(plan.storage, size, self.is_weighted) for plan in plans}
+        )
         self.plans = [ref(plan) for plan in plans]
         first = self.readings[plans[0]]
         layout, index = first.rows.layout, torch.Size([2] if first.lanes else [])
         named: list[Named] = [("index", (torch.int64, index))]
-        named += [(SAMPLED_AT, (torch.int64, SCALAR)), (_WEIGHT, (torch.float32, SCALAR))] if self.is_weighted else []
+        named += (
+            [(SAMPLED_AT, (torch.int64, SCALAR)), (_WEIGHT, (torch.float32, SCALAR))]
+            if self.is_weighted
+            else []
+        )
         named += [("source", (torch.int64, SCALAR))]
         self.has_lanes, self.slots = bool(first.lanes), BatchSlots(layout, named, size)
         kinds = torch.int64, torch.float32, torch.float64
-        self.drawn = _Part(*(torch.zeros(size, dtype=dtype, device="cpu") for dtype in kinds))
+        self.drawn = _Part(
+            *(torch.zeros(size, dtype=dtype, device="cpu") for dtype in kinds)
+        )
         self.source = torch.zeros(size, dtype=torch.int64, device="cpu")
-        self.sourced: list[tuple[int, int]] = []  # the bounds of the members' parts in `source`
+        # the bounds of the members' parts in `source`
+        self.sourced: list[tuple[int, int]] = []
         self.parts_by_bounds: dict[tuple[int, int], _Part] = {}
 
     def held(self, counts: Sequence[int]) -> list[CompiledPlan | None] | None:
-        """Return the plans of the members; None if one that provides rows can no longer draw them with its plan."""
+        """Return the plans of the members; None if one that provides rows can no longer
+        draw them with its plan."""
         plans = [own() for own in self.plans]
         holds = all(
             member.parts is parts
-            and (not count or (is_usual(member) and len(member.storage) and plan is not None and plan.holds()))
-            for member, plan, parts, count in zip(self.members.values(), plans, self.parts, counts, strict=True)
+            and (
+                not count
+                or (
+                    is_usual(member)
+                    and len(member.storage)
+                    and plan is not None
+                    and plan.holds()
+                )
+            )
+            for member, plan, parts, count in zip(
+                self.members.values(), plans, self.parts, counts, strict=True
+            )
         )
         return plans if holds else None
 
     def sample(self, counts: Sequence[int], plans: Sequence[Any]) -> TensorDict:
-        """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its sampler draws fewer.
+        """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its
+        sampler draws fewer.
 
-        ``plans`` are :meth:`held` plans, which a member may drop meanwhile, because it has other batch sizes.
+        ``plans`` are :meth:`held` plans, which a member may drop meanwhile, because it
+        has other batch sizes.
         """
         slot, end = self.slots.take(), 0
         report = slot.report
         normalizers: dict[str, float | None] = {}
         bounds: list[tuple[int, int]] = []
-        for name, plan, parts, count in zip(self.members, plans, self.parts, counts, strict=True):
+        for name, plan, parts, count in zip(
+            self.members, plans, self.parts, counts, strict=True
+        ):
             begin = end
             if count:
-                end, normalizers[name] = self._fill(name, plan, parts, slot, begin, count)
+                end, normalizers[name] = self._fill(
+                    name, plan, parts, slot, begin, count
+                )
             bounds.append((begin, end))
         if not self.has_lanes:
             report["index"].copy_(self.drawn.rows)
@@ -132,21 +188,37 @@ class MixturePlan:
                     self._part(*each).weight.mul_(factor)
             report[_WEIGHT].copy_(self.drawn.weight)
         set_entries_(slot.batch, report)
-        return slot.batch if end == self.size else cast("TensorDict", slot.batch[:end]).clone()
+        return (
+            slot.batch
+            if end == self.size
+            else cast("TensorDict", slot.batch[:end]).clone()
+        )
 
     def _part(self, begin: int, end: int) -> _Part:
         found = self.parts_by_bounds.get((begin, end))
         if found is None:
             if len(self.parts_by_bounds) == _MOST_PARTS:
                 self.parts_by_bounds.clear()
-            found = self.parts_by_bounds[begin, end] = _Part(*(each[begin:end] for each in self.drawn))
+            found = self.parts_by_bounds[begin, end] = _Part(
+                *(each[begin:end] for each in self.drawn)
+            )
         return found
 
     def _fill(
-        self, name: str, plan: CompiledPlan, parts: Parts, slot: BatchSlot, begin: int, count: int
+        self,
+        name: str,
+        plan: CompiledPlan,
+        parts: Parts,
+        slot: BatchSlot,
+        begin: int,
+        count: int,
     ) -> tuple[int, float | None]:
         """Fill a part of a batch; return where it ends, and the member's normalizer."""
-        member, part, end = self.members[name], self._part(begin, begin + count), begin + count
+        member, part, end = (
+            self.members[name],
+            self._part(begin, begin + count),
+            begin + count,
+        )
         with plan.storage.lock:
             if member.parts is not parts or not plan.holds():
                 raise RuntimeError(_CHANGED.format(name))
@@ -170,17 +242,27 @@ class MixturePlan:
                 part.weight.fill_(1.0)
             names = ("index", _WEIGHT) if plan.is_stamped else ("index",)
             drawn_report = {name: slot.report[name] for name in names}
-            member._last_draw = drawn_report, plan.ring.numbers[plan.ring.lanes], slice(begin, end)
-            return end, normalizer_of(member, {"index": part.rows, _WEIGHT: part.weight} if plan.is_stamped else None)
+            member._last_draw = (
+                drawn_report,
+                plan.ring.numbers[plan.ring.lanes],
+                slice(begin, end),
+            )
+            return end, normalizer_of(
+                member,
+                {"index": part.rows, _WEIGHT: part.weight} if plan.is_stamped else None,
+            )
 
 
 def is_usual(member: ReplayBuffer) -> bool:
     """Whether a member has no option that changes its batches."""
-    return member._returns_as_drawn and member.prefetcher is None and member.include_info
+    return (
+        member._returns_as_drawn and member.prefetcher is None and member.include_info
+    )
 
 
 def plan_mixture(members: Mapping[str, ReplayBuffer], size: int) -> MixturePlan | None:
-    """Return the plan of these members, or None if one of them makes batches of its own."""
+    """Return the plan of these members, or None if one of them makes batches of its
+    own."""
     plans = []
     for member in members.values():
         if not (is_usual(member) and len(member.storage)):
@@ -192,7 +274,9 @@ def plan_mixture(members: Mapping[str, ReplayBuffer], size: int) -> MixturePlan 
         if not isinstance(plan, CompiledPlan) or not plan.is_plain:
             return None
         plans.append(plan)
-    layouts = [(member.storage.layout, member.storage.ndim) for member in members.values()]
+    layouts = [
+        (member.storage.layout, member.storage.ndim) for member in members.values()
+    ]
     if any(each != layouts[0] for each in layouts):
         return None
     with torch.inference_mode(False):

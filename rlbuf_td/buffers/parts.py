@@ -1,4 +1,5 @@
-"""The components of a buffer (storage, sampler and writer), and which of them fit together."""
+"""The components of a buffer (storage, sampler and writer), and which of them fit
+together."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
+from torchrl.data.replay_buffers import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    Sampler,
+    Storage,
+    Writer,
+)
 
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
@@ -25,35 +32,57 @@ from rlbuf_td.writers.common import TimeWriter, keeps_order
 
 
 class Parts(NamedTuple):
-    """The components of a buffer, and properties derived from them; a new object is made when a component changes."""
+    """The components of a buffer, and properties derived from them; a new object is
+    made when a component changes."""
 
     storage: PackedStorage
     sampler: Any
     writer: Any
     wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
-    prioritized: Prioritized | None  # the innermost sampler, if it is a prioritized one of this package
-    transforms: Collection[Any]  # TorchRL's own list, kept here because each lookup takes 1 us
+    # the innermost sampler, if it is a prioritized one of this package
+    prioritized: Prioritized | None
+    # TorchRL's own list, kept here because each lookup takes 1 us
+    transforms: Collection[Any]
     has_units: bool  # TorchRL's ``sample_unit`` expands the drawn rows
-    is_general: bool  # batches are drawn through TorchRL's interface, see :class:`~rlbuf_td.buffers.plan.GeneralPlan`
+    # batches are drawn through TorchRL's interface, see
+    # :class:`~rlbuf_td.buffers.plan.GeneralPlan`
+    is_general: bool
     gives_windows: bool  # batches get a dim for the steps of each window
-    report_keys: frozenset[str]  # names of the entries, besides "index", that the sampler is known to add to each batch
+    # names of the entries, besides "index", that the sampler is known to add to each
+    # batch
+    report_keys: frozenset[str]
     writes_generally: bool  # TorchRL's code writes
-    writes_directly: bool  # the writer only counts what the storage writes after the newest rows
-    notices: frozenset[str]  # which of the sampler's methods "add" and "extend" do something
+    # the writer only counts what the storage writes after the newest rows
+    writes_directly: bool
+    # which of the sampler's methods "add" and "extend" do something
+    notices: frozenset[str]
 
     @classmethod
     def of(
-        cls, storage: PackedStorage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
+        cls,
+        storage: PackedStorage,
+        sampler: Sampler,
+        writer: Writer,
+        transforms: Any,
+        has_units: bool,
+        collates: bool,
     ) -> Parts:
-        """Derive the properties from the components; ``collates``: whether the buffer has a ``collate_fn``."""
+        """Derive the properties from the components; ``collates``: whether the buffer
+        has a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer, storage)
         refuse_stored(sampler, storage)
         if wrapper is not None:
-            wrapper.watch(storage)  # must precede a load of rows, which ends their trajectories
+            # must precede a load of rows, which ends their trajectories
+            wrapper.watch(storage)
         prioritized = innermost if isinstance(innermost, Prioritized) else None
-        is_general = has_units or collates or writer.tracks_generations or (wrapper is None and not _draws(sampler))
+        is_general = (
+            has_units
+            or collates
+            or writer.tracks_generations
+            or (wrapper is None and not _draws(sampler))
+        )
         windows = wrapper is not None and wrapper.gives_windows and not is_general
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
@@ -63,12 +92,19 @@ class Parts(NamedTuple):
         return cls(
             *(storage, sampler, writer, wrapper, prioritized, transforms),
             *(has_units, is_general, windows, reported_by(sampler), generally),
-            writes_directly=counts and all(getattr(writer, name).__func__ is getattr(TimeWriter, name) for name in own),
-            notices=frozenset(how for how in ("add", "extend") if has_own(sampler, how, *nothing)),
+            writes_directly=counts
+            and all(
+                getattr(writer, name).__func__ is getattr(TimeWriter, name)
+                for name in own
+            ),
+            notices=frozenset(
+                how for how in ("add", "extend") if has_own(sampler, how, *nothing)
+            ),
         )
 
     def without_report(self, batch: object, info: Info) -> Any:
-        """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
+        """Exclude the sampler's entries ``info`` from a batch, except entries that the
+        rows have, too."""
         if not isinstance(batch, TensorDictBase):  # a `collate_fn` may return anything
             return batch
         stored = self.storage.all_rows().layout.places
@@ -88,8 +124,9 @@ class Parts(NamedTuple):
     def errors_of(
         self, data: TensorDictBase, dims: int, key: NestedKey
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Windows | None]:
-        """Return the index of the rows whose priorities a batch with ``dims`` batch dims updates, their TD errors, the
-        batch's stamps, and its windows, see :meth:`SamplerWrapper.anchored`.
+        """Return the index of the rows whose priorities a batch with ``dims`` batch
+        dims updates, their TD errors, the batch's stamps, and its windows, see
+        :meth:`SamplerWrapper.anchored`.
         """
         entries, sampler = entries_of(data), self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
@@ -97,9 +134,20 @@ class Parts(NamedTuple):
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
         stamp, windows = entries.get(SAMPLED_AT), None
-        is_usual = dims == 1 + self.gives_windows and type(td_error) is torch.Tensor and td_error.ndim == dims
-        if not is_usual or index.ndim != dims + (self.storage.ndim > 1) or td_error.requires_grad or td_error.is_neg():
-            td_error, index = by_row(td_error, index, dims, self.storage, sampler.reduction)
+        is_usual = (
+            dims == 1 + self.gives_windows
+            and type(td_error) is torch.Tensor
+            and td_error.ndim == dims
+        )
+        if (
+            not is_usual
+            or index.ndim != dims + (self.storage.ndim > 1)
+            or td_error.requires_grad
+            or td_error.is_neg()
+        ):
+            td_error, index = by_row(
+                td_error, index, dims, self.storage, sampler.reduction
+            )
         if stamp is not None and dims != 1:
             stamp = first_of_row(stamp, dims, inner_dims(self.storage, dims))
         if self.wrapper is not None:
@@ -108,39 +156,62 @@ class Parts(NamedTuple):
 
 
 def has_own(sampler: Sampler, method: str, *empty: object) -> bool:
-    """Whether a sampler, or a sampler that it wraps, has a method other than the ``empty`` ones, which do nothing."""
+    """Whether a sampler, or a sampler that it wraps, has a method other than the
+    ``empty`` ones, which do nothing."""
     passed_on = getattr(SamplerWrapper, method), *empty
-    while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) in passed_on:
+    while (
+        isinstance(sampler, SamplerWrapper)
+        and getattr(type(sampler), method) in passed_on
+    ):
         sampler = sampler.sampler
     return getattr(type(sampler), method) not in empty
 
 
 def as_size(batch_size: object) -> int:
-    """Convert a batch size to an int; raise a ValueError if it is negative or no whole number."""
-    return batch_size if type(batch_size) is int and batch_size >= 0 else whole(0)("batch_size", batch_size)
+    """Convert a batch size to an int; raise a ValueError if it is negative or no whole
+    number."""
+    return (
+        batch_size
+        if type(batch_size) is int and batch_size >= 0
+        else whole(0)("batch_size", batch_size)
+    )
 
 
 def _draws(sampler: Sampler) -> bool:
-    """Whether a sampler's class draws with ``draw``, not with a ``sample`` of its own."""
-    found = (name for each in type(sampler).__mro__ for name in ("draw", "sample") if name in each.__dict__)
+    """Whether a sampler's class draws with ``draw``, not with a ``sample`` of its
+    own."""
+    found = (
+        name
+        for each in type(sampler).__mro__
+        for name in ("draw", "sample")
+        if name in each.__dict__
+    )
     return next(found) == "draw"
 
 
 def refuse_unordered(sampler: Sampler | None, writer: Writer, storage: Storage) -> None:
-    """Raise a ValueError if sampler or rows need time order, and the rows or the writer keep no such order."""
+    """Raise a ValueError if sampler or rows need time order, and the rows or the writer
+    keep no such order."""
     keeps = keeps_order(writer)
     if keeps is False and getattr(storage, "dedup_options", None):
         reason = "share_next and frames store observations in time order"
-        raise ValueError(f"{reason}, a {type(writer).__name__} keeps none: use a RingWriter, or leave them out")
+        raise ValueError(
+            f"{reason}, a {type(writer).__name__} keeps none: use a RingWriter, or leave them out"
+        )
     if not getattr(sampler, "needs_order", False):
         return
-    needs, kind = f"a {type(sampler).__name__} needs rows in time order", type(writer).__name__
+    needs, kind = (
+        f"a {type(sampler).__name__} needs rows in time order",
+        type(writer).__name__,
+    )
     if keeps is False:
         raise ValueError(f"{needs}, a {kind} keeps none: use a RingWriter")
-    is_in_order = getattr(storage, "in_time_order", keeps)  # a storage of TorchRL's leaves it to its writer
+    # a storage of TorchRL's leaves it to its writer
+    is_in_order = getattr(storage, "in_time_order", keeps)
     if is_in_order is None:
         remedy = (
-            f"use a PackedStorage, which checks each write, or set keeps_order = True in the class {kind} if it does"
+            "use a PackedStorage, which checks each write, or set keeps_order = True "
+            f"in the class {kind} if it does"
         )
         raise ValueError(f"{needs}, and a {kind} may write in any order: {remedy}")
     if not is_in_order:
@@ -148,7 +219,8 @@ def refuse_unordered(sampler: Sampler | None, writer: Writer, storage: Storage) 
 
 
 def refuse_writer_of_reopened(writer: Writer) -> None:
-    """Raise a ValueError for a writer that cannot continue rows without its own state."""
+    """Raise a ValueError for a writer that cannot continue rows without its own
+    state."""
     if not isinstance(writer, RingWriter):
         raise ValueError(
             f"a {type(writer).__name__} cannot continue the rows of PackedStorage(reopen=True), because its own "
@@ -157,7 +229,8 @@ def refuse_writer_of_reopened(writer: Writer) -> None:
 
 
 def refuse_missing(key: NestedKey) -> NoReturn:
-    """Raise a KeyError for a batch without TD errors, or without the index of its rows."""
+    """Raise a KeyError for a batch without TD errors, or without the index of its
+    rows."""
     remedy = "set the TD errors of the sampled rows"
     if key == "index":
         remedy = (
@@ -171,7 +244,9 @@ def trajectory_ids(lanes: torch.Size) -> dict[NestedKey, torch.Tensor]:
     return {TRAJ_KEY: torch.empty(lanes, dtype=torch.int64, device="meta")}
 
 
-def with_missing(schema: TensorDictBase, more: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+def with_missing(
+    schema: TensorDictBase, more: Mapping[NestedKey, torch.Tensor]
+) -> TensorDictBase:
     """Return a copy of ``schema`` with the entries of ``more`` that it lacks."""
     schema = schema.copy()
     for key, value in more.items():

@@ -1,14 +1,17 @@
-"""The plan of a batch: which code draws rows, gathers them and revises them, chosen once for a buffer and a batch size.
+"""The plan of a batch: which code draws rows, gathers them and revises them, chosen
+once for a buffer and a batch size.
 
-- :class:`CompiledPlan`, for rows in host memory: the sampler's ``draw`` lists rows, and a
-  :class:`~rlbuf_td.samplers.reading.Reading` gathers them.
-- :class:`TorchPlan`, where compiled code cannot do this: the methods of sampler and storage, which specify the results.
-  From the same state of the random generator, both plans give the same batches.
-- :class:`GeneralPlan`, for what only TorchRL's interface knows: samplers that have a ``sample`` and no ``draw``, a
-  ``sample_unit``, a ``collate_fn``, and writers that track generations.
+- :class:`CompiledPlan`, for rows in host memory: the sampler's ``draw`` lists rows, and
+  a :class:`~rlbuf_td.samplers.reading.Reading` gathers them.
+- :class:`TorchPlan`, where compiled code cannot do this: the methods of sampler and
+  storage, which specify the results. From the same state of the random generator, both
+  plans give the same batches.
+- :class:`GeneralPlan`, for what only TorchRL's interface knows: samplers that have a
+  ``sample`` and no ``draw``, a ``sample_unit``, a ``collate_fn``, and writers that
+  track generations.
 
-A plan is used as long as it holds: while rows and serials are those with which it was made. The caller holds the
-storage's lock.
+A plan is used as long as it holds: while rows and serials are those with which it was
+made. The caller holds the storage's lock.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
-from rlbuf_td.samplers.common import refuse_disorder, refuse_taken, reported_by, rows_drawn
+from rlbuf_td.samplers.common import (
+    refuse_disorder,
+    refuse_taken,
+    reported_by,
+    rows_drawn,
+)
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
@@ -35,12 +43,14 @@ from rlbuf_td.storages.tensordict_fast import set_entries_
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import Sampler, Writer
 
-Drawn: TypeAlias = tuple[Any, Info]  # a batch, and the sampler's report, which it contains
+# a batch, and the sampler's report, which it contains
+Drawn: TypeAlias = tuple[Any, Info]
 _MOST_SIZES = 8  # numbers of drawn rows for which a plan keeps memory
 
 
 class Plan(ABC):
-    """Makes batches of one storage with one sampler; ``reason``: why compiled code does not, "" if it does."""
+    """Makes batches of one storage with one sampler; ``reason``: why compiled code does
+    not, "" if it does."""
 
     is_busy = False  # a reward_fn that samples the buffer must not use the same memory
 
@@ -50,10 +60,14 @@ class Plan(ABC):
         self.serials, self.is_in_order = self.ring.address, self.ring.in_order
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
-        self.is_stamped, self.report_keys = isinstance(self.innermost, Prioritized), reported_by(sampler)
+        self.is_stamped, self.report_keys = (
+            isinstance(self.innermost, Prioritized),
+            reported_by(sampler),
+        )
 
     def holds(self) -> bool:
-        """Whether the plan is not in use, and rows and serials are those with which it was made.
+        """Whether the plan is not in use, and rows and serials are those with which it
+        was made.
 
         Rows do not move: users get aliases of their memory.
         """
@@ -72,23 +86,39 @@ class Plan(ABC):
         """Return a batch of ``size`` rows, or fewer if the sampler draws fewer."""
 
     def refuse_unknown(self, info: Info) -> None:
-        """Raise a SchemaError if a user's sampler adds an entry under a name that the rows have."""
+        """Raise a SchemaError if a user's sampler adds an entry under a name that the
+        rows have."""
         if not info.keys() <= self.report_keys:
-            refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)  # pyrefly: ignore [missing-attribute]
+            names = self.storage.layout.names  # pyrefly: ignore [missing-attribute]
+            refuse_taken(self.sampler, names, info.keys() - self.report_keys)
 
 
 class GeneralPlan(Plan):
-    """Draws as TorchRL's buffers do, with ``sampler.sample``, ``unit.expand`` and ``collate``.
+    """Draws as TorchRL's buffers do, with ``sampler.sample``, ``unit.expand`` and
+    ``collate``.
 
-    If ``merges`` is set, a batch that is a TensorDict contains the report, which may replace stored entries.
+    If ``merges`` is set, a batch that is a TensorDict contains the report, which may
+    replace stored entries.
     """
 
     def __init__(
-        self, storage: PackedStorage, sampler: Sampler, writer: Writer, unit: Any, collate: Any, merges: bool
+        self,
+        storage: PackedStorage,
+        sampler: Sampler,
+        writer: Writer,
+        unit: Any,
+        collate: Any,
+        merges: bool,
     ) -> None:
         super().__init__(storage, sampler, "TorchRL's code draws")
-        self.writer, self.unit, self.collate, self.merges = writer, unit, collate, merges
-        self.is_stamped = self.is_stamped and unit is None  # a unit adds rows that were not drawn
+        self.writer, self.unit, self.collate, self.merges = (
+            writer,
+            unit,
+            collate,
+            merges,
+        )
+        # a unit adds rows that were not drawn
+        self.is_stamped = self.is_stamped and unit is None
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`; the batch is what ``collate`` returns."""
@@ -101,7 +131,8 @@ class GeneralPlan(Plan):
         if self.is_stamped:
             report[SAMPLED_AT] = self.storage.stamps(index)
         batch = self.collate(self.storage.get(index))
-        if hasattr(self.sampler, "_set_sample_names"):  # of TorchRL's next release: names the dims of windows
+        # of TorchRL's next release: names the dims of windows
+        if hasattr(self.sampler, "_set_sample_names"):
             batch = self.sampler._set_sample_names(batch)
         if self.merges and isinstance(batch, TensorDictBase):
             merge_(batch, report)
@@ -117,8 +148,11 @@ class TorchPlan(Plan):
         if self.wrapper is not None:
             written = ring.written.copy()
             flat, info, batch = self.wrapper.draw_batch(storage, size)
-            info |= {name: batch.get(name) for name in self.report_keys & {*batch.keys()}}
-            if self.is_stamped:  # a reward_fn may have written to the buffer since the rows were read
+            info |= {
+                name: batch.get(name) for name in self.report_keys & {*batch.keys()}
+            }
+            # a reward_fn may have written to the buffer since the rows were read
+            if self.is_stamped:
                 info[SAMPLED_AT] = ring.serial(flat, written)
         else:
             refuse_disorder(sampler, storage)
@@ -138,30 +172,48 @@ class _Memory(NamedTuple):
 
     reading: Reading
     slots: BatchSlots
-    rows: Tensor | None  # for the drawn rows, ``[B]``; None: they are the index of a batch
+    # for the drawn rows, ``[B]``; None: they are the index of a batch
+    rows: Tensor | None
     scratch: Tensor  # for random numbers, ``[B]`` float64
 
 
 class CompiledPlan(Plan):
-    """Lets a reading gather the drawn rows; with lanes, the index in the report is ``[B, 2]``, as in the batch.
+    """Lets a reading gather the drawn rows; with lanes, the index in the report is
+    ``[B, 2]``, as in the batch.
 
-    A sampler can have a method ``draw_into(storage, live, flat, report, scratch)``, the form of ``draw`` for memory on
-    the CPU: it writes the rows to ``flat``, ``[B]``, and, if it is prioritized, their weights to the tensor in
-    ``report``; ``live`` is :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch, because a
-    learner's step evicts torch's code from the caches.
+    A sampler can have a method ``draw_into(storage, live, flat, report, scratch)``, the
+    form of ``draw`` for memory on the CPU: it writes the rows to ``flat``, ``[B]``,
+    and, if it is prioritized, their weights to the tensor in ``report``; ``live`` is
+    :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch,
+    because a learner's step evicts torch's code from the caches.
     """
 
-    def __init__(self, storage: PackedStorage, sampler: Sampler, reading: Reading, count: int) -> None:
+    def __init__(
+        self, storage: PackedStorage, sampler: Sampler, reading: Reading, count: int
+    ) -> None:
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
-        self.draw_into = compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
-        self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.draw_rows
-        #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
+        self.draw_into = (
+            compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
+        )
+        self.draws = (
+            getattr(sampler, "draw", partial(draw_from, sampler))
+            if wrapper is None
+            else wrapper.draw_rows
+        )
+        #: Whether no wrapper changes rows or entries, and this package draws: no more
+        # rows than wanted, known entries.
         self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
-        #: Whether a batch has its report from the start: nothing is added, and no function of the user sees it before.
-        self.is_complete = self.draw_into is not None and (wrapper is None or not wrapper.takes_goals)
-        #: Whether a batch is returned as soon as rows have been drawn to its memory, and gathered.
-        self.is_direct = type(reading) is Reading and wrapper is None and self.is_complete
+        #: Whether a batch has its report from the start: nothing is added, and no
+        # function of the user sees it before.
+        self.is_complete = self.draw_into is not None and (
+            wrapper is None or not wrapper.takes_goals
+        )
+        #: Whether a batch is returned as soon as rows have been drawn to its memory,
+        # and gathered.
+        self.is_direct = (
+            type(reading) is Reading and wrapper is None and self.is_complete
+        )
         self.count, self.memories = count, {count: self._memory_of(reading, count)}
 
     def sample(self, size: int) -> Drawn:
@@ -180,7 +232,13 @@ class CompiledPlan(Plan):
             memory = self.memories[self.count]
             slot = memory.slots.take()
             flat = slot.report["index"] if memory.rows is None else memory.rows
-            self.draw_into(self.storage, live, flat, memory.reading.drawn or slot.report, memory.scratch)
+            self.draw_into(
+                self.storage,
+                live,
+                flat,
+                memory.reading.drawn or slot.report,
+                memory.scratch,
+            )
         cells = live[0] if live[1] else self.without_holes(flat)
         if self.is_direct:
             if not memory.reading.fill(slot, flat, cells, 0, self.count):
@@ -194,7 +252,10 @@ class CompiledPlan(Plan):
             self.is_busy = False
         if report:
             window = memory.reading.window
-            report = {name: value.repeat_interleave(window, 0) for name, value in report.items()} | slot.report
+            report = {
+                name: value.repeat_interleave(window, 0)
+                for name, value in report.items()
+            } | slot.report
             merge_(slot.batch, report)
         else:
             report = slot.report
@@ -205,42 +266,63 @@ class CompiledPlan(Plan):
         return slot.batch, report
 
     def draw(self, size: int) -> tuple[Tensor, Info]:
-        """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the sampler adds."""
+        """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the
+        sampler adds."""
         flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
         if info and self.wrapper is None:
             self.refuse_unknown(info)
-        flat = flat.cpu().contiguous()  # a user's sampler may give every other element of a tensor
+        # a user's sampler may give every other element of a tensor
+        flat = flat.cpu().contiguous()
         address_of(flat)  # raises an error if the rows have no memory
         return flat, info
 
     def without_holes(self, flat: Tensor) -> int:
-        """Return how many cells may be read, where some are holes; raise an IndexError if one of these was drawn."""
+        """Return how many cells may be read, where some are holes; raise an IndexError
+        if one of these was drawn."""
         self.storage.refuse_holes(flat)
         return self.ring.longest * self.ring.lanes
 
     def _make(self, count: int) -> _Memory:
-        """Make the memory for another number of rows, which a user's sampler, or the end of an epoch, gives."""
+        """Make the memory for another number of rows, which a user's sampler, or the
+        end of an epoch, gives."""
         if len(self.memories) == _MOST_SIZES:
             self.memories.clear()
-        with torch.inference_mode(False):  # the memory outlives a call in inference mode
-            reading = cast("Reading", reading_of(self.sampler, self.storage, count, self.is_stamped))
+        # the memory outlives a call in inference mode
+        with torch.inference_mode(False):
+            reading = cast(
+                "Reading",
+                reading_of(self.sampler, self.storage, count, self.is_stamped),
+            )
             self.memories[count] = found = self._memory_of(reading, count)
         return found
 
     def _memory_of(self, reading: Reading, count: int) -> _Memory:
-        is_weighted = self.is_stamped and self.draw_into is not None and not reading.drawn
+        is_weighted = (
+            self.is_stamped and self.draw_into is not None and not reading.drawn
+        )
         named = [*reading.named(), *[WEIGHT] * is_weighted]
         slots = BatchSlots(reading.rows.layout, named, reading.size, self.is_complete)
-        rows = torch.zeros(count, dtype=torch.int64, device="cpu") if reading.lanes or reading.window > 1 else None
-        return _Memory(reading, slots, rows, torch.zeros(count, dtype=torch.float64, device="cpu"))
+        rows = (
+            torch.zeros(count, dtype=torch.int64, device="cpu")
+            if reading.lanes or reading.window > 1
+            else None
+        )
+        return _Memory(
+            reading, slots, rows, torch.zeros(count, dtype=torch.float64, device="cpu")
+        )
 
 
-def plan_of(storage: PackedStorage, sampler: Sampler, size: int) -> CompiledPlan | TorchPlan:
-    """Return the plan of a storage and a sampler, with memory for batches of ``size`` rows."""
+def plan_of(
+    storage: PackedStorage, sampler: Sampler, size: int
+) -> CompiledPlan | TorchPlan:
+    """Return the plan of a storage and a sampler, with memory for batches of ``size``
+    rows."""
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
         return TorchPlan(storage, sampler, reason)
-    count = size if not isinstance(sampler, SamplerWrapper) else sampler.drawn_rows_of(size)
+    count = (
+        size if not isinstance(sampler, SamplerWrapper) else sampler.drawn_rows_of(size)
+    )
     with torch.inference_mode(False):
         is_stamped = isinstance(getattr(sampler, "innermost", sampler), Prioritized)
         reading = reading_of(sampler, storage, count, is_stamped)
@@ -252,11 +334,14 @@ def plan_of(storage: PackedStorage, sampler: Sampler, size: int) -> CompiledPlan
 def _draws_itself(sampler: Sampler) -> bool:
     """Whether the sampler's ``draw`` is a method of this package, not of a user."""
     draw = getattr(sampler, "draw", None)
-    return getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    return (
+        getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    )
 
 
 def _why_not_gathered(storage: PackedStorage) -> str:
-    """Say in one line why the rows of a storage in host memory have no compiled reading; "" if they have one."""
+    """Say in one line why the rows of a storage in host memory have no compiled
+    reading; "" if they have one."""
     if not len(storage):  # a sampler says so; a reading would look up episodes first
         return "there are no rows"
     if compiled_form(storage, "bind_read") is None:
@@ -268,10 +353,15 @@ def _why_not_gathered(storage: PackedStorage) -> str:
 
 
 def why_not_compiled(storage: PackedStorage) -> str:
-    """Say in one line why compiled code cannot read the rows of a storage as host memory; "" if it can."""
+    """Say in one line why compiled code cannot read the rows of a storage as host
+    memory; "" if it can."""
     rows = storage.rows
     if rows is None or storage.is_reserved:
         return "no rows have been written yet"
     if backend_of(rows.flat) != "numba":
-        return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
+        return (
+            "numba's compiler is off"
+            if rows.flat.is_cpu
+            else f"the rows are on {rows.flat.device}"
+        )
     return f"the rows have ndim={storage.ndim}, above 2" if storage.ndim > 2 else ""

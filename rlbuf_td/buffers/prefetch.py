@@ -1,4 +1,5 @@
-"""Prefetching: the ``prefetch`` and ``device`` arguments of a :class:`~rlbuf_td.ReplayBuffer`."""
+"""Prefetching: the ``prefetch`` and ``device`` arguments of a
+:class:`~rlbuf_td.ReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
 
 Sample: TypeAlias = tuple[TensorDictBase, Info]  # a batch and the sampler's report
 
-_SLOW = 1e-3  # transforms that take more seconds per batch run in threads; handing over a batch costs half of this
+# transforms that take more seconds per batch run in threads; handing over a batch costs
+# half of this
+_SLOW = 1e-3
 
 
 class _Batch(NamedTuple):
     """A batch drawn ahead."""
 
     sample: Sample | Future[Sample]  # a Future if a thread transforms the batch
-    written: np.ndarray  # the number of rows ever written to each lane at the draw, ``[E]``
+    # the number of rows ever written to each lane at the draw, ``[E]``
+    written: np.ndarray
     progress: Any  # the sampler's before the draw, if it hands out each row once
 
     def result(self) -> Sample:
@@ -40,10 +44,11 @@ class _Batch(NamedTuple):
 
 
 class Prefetcher:
-    """Draws ``ahead`` batches before they are requested, in the requesting thread: equal seeds give equal batches.
+    """Draws ``ahead`` batches before they are requested, in the requesting thread:
+    equal seeds give equal batches.
 
-    Slow transforms, with the copy to ``device`` before them, run in threads. Callers hold the buffer's
-    ``_futures_lock``.
+    Slow transforms, with the copy to ``device`` before them, run in threads. Callers
+    hold the buffer's ``_futures_lock``.
     """
 
     def __init__(self, buffer: ReplayBuffer, ahead: int) -> None:
@@ -52,8 +57,10 @@ class Prefetcher:
         self.ahead = ahead
         self._owner = WeakReference(buffer)
         self._batches: deque[_Batch] = deque()
-        self._drawn_from: tuple[Any, ...] = ()  # the parts from which the batches were drawn
-        self._seconds, self._is_slow = 0.0, False  # duration of the last transforms; whether the last two were slow
+        # the parts from which the batches were drawn
+        self._drawn_from: tuple[Any, ...] = ()
+        # duration of the last transforms; whether the last two were slow
+        self._seconds, self._is_slow = 0.0, False
 
     def __reduce__(self) -> Any:
         """Pickle the settings only: a copy draws anew."""
@@ -64,9 +71,12 @@ class Prefetcher:
         return self._owner()
 
     def take(self, batch_size: int) -> Sample:
-        """Return the oldest batch that was drawn ahead, and draw until there are ``ahead`` others."""
+        """Return the oldest batch that was drawn ahead, and draw until there are
+        ``ahead`` others."""
         self._drop_outdated()
-        while len(self._batches) <= self.ahead and not (self._batches and self._buffer.sampler.ran_out):
+        while len(self._batches) <= self.ahead and not (
+            self._batches and self._buffer.sampler.ran_out
+        ):
             self._batches.append(self._draw(batch_size))
         return self._batches.popleft().result()
 
@@ -82,7 +92,9 @@ class Prefetcher:
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()
         return _Batch(sample, written, progress)
 
-    def _finish(self, buffer: ReplayBuffer, batch: TensorDictBase, report: Info) -> Sample:
+    def _finish(
+        self, buffer: ReplayBuffer, batch: TensorDictBase, report: Info
+    ) -> Sample:
         start = perf_counter()
         sample = buffer._finish(batch, report)
         before, self._seconds = self._seconds, perf_counter() - start
@@ -96,27 +108,40 @@ class Prefetcher:
             return bool(self._batches)
 
     def drop(self) -> None:
-        """Drop all batches at the next call, because rows or parts of the buffer are replaced."""
+        """Drop all batches at the next call, because rows or parts of the buffer are
+        replaced."""
         self._drawn_from = ()
 
     def take_back(self) -> None:
-        """Drop all batches; a sampler that hands out each row once hands out their rows again."""
+        """Drop all batches; a sampler that hands out each row once hands out their rows
+        again."""
         if self._batches and self._batches[0].progress is not None:
             self._buffer.sampler.progress = self._batches[0].progress
         self._batches.clear()
 
     def _drop_outdated(self, is_drawn: bool = False) -> None:
-        """Drop batches that must not be served; ``is_drawn``: after a draw whose batch is kept."""
+        """Drop batches that must not be served; ``is_drawn``: after a draw whose batch
+        is kept."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
         transforms = self._buffer.parts.transforms
-        now = getattr(sampler, "begun", None), storage, storage.rows, sampler, generator_of(sampler), *transforms
-        is_same = len(now) == len(self._drawn_from) and all(map(is_, now[1:], self._drawn_from[1:]))
+        now = (
+            getattr(sampler, "begun", None),
+            storage,
+            storage.rows,
+            sampler,
+            generator_of(sampler),
+            *transforms,
+        )
+        is_same = len(now) == len(self._drawn_from) and all(
+            map(is_, now[1:], self._drawn_from[1:])
+        )
         if not is_same or now[0] is not self._drawn_from[0]:
             if is_same and not is_drawn:
                 self.take_back()  # the batches are of older epochs
             self._batches.clear()
             self._drawn_from = now
-        while self._batches and (storage.ring.tail >= self._batches[0].written).all():  # all its rows are overwritten
+        # all its rows are overwritten
+        while self._batches and (storage.ring.tail >= self._batches[0].written).all():
             self._batches.popleft()
 
 
@@ -124,13 +149,16 @@ def copied(sample: Sample, device: torch.device | None) -> Sample:
     """Return a batch and its report on another device."""
     batch, report = sample
     return batch.to(device), {  # pyrefly: ignore [bad-return]
-        key: tuple(part.to(device) for part in value) if isinstance(value, tuple) else value.to(device)
+        key: tuple(part.to(device) for part in value)
+        if isinstance(value, tuple)
+        else value.to(device)
         for key, value in report.items()
     }
 
 
 def refuse_copies(parts: Parts) -> None:
-    """Raise a TypeError if the storage and the sampler do not support copying batches to a ``device``."""
+    """Raise a TypeError if the storage and the sampler do not support copying batches
+    to a ``device``."""
     if parts.is_general or device_of(parts.storage).type != "cpu":
         raise TypeError(
             "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
@@ -140,8 +168,11 @@ def refuse_copies(parts: Parts) -> None:
 
 
 def refuse_max_age(sampler: Sampler, ahead: int) -> None:
-    """Raise a ValueError if batches are drawn ahead and rows have a largest age, which they would exceed."""
+    """Raise a ValueError if batches are drawn ahead and rows have a largest age, which
+    they would exceed."""
     max_age = getattr(getattr(sampler, "innermost", sampler), "max_age", None)
     if ahead and max_age is not None:
         remedy = "use prefetch=0, or a RecencySampler without max_age"
-        raise ValueError(f"with prefetch={ahead}, batches are drawn too early to keep max_age={max_age}: {remedy}")
+        raise ValueError(
+            f"with prefetch={ahead}, batches are drawn too early to keep max_age={max_age}: {remedy}"
+        )

@@ -41,9 +41,22 @@ from rlbuf_td.buffers.parts import (
     with_missing,
 )
 from rlbuf_td.buffers.plan import GeneralPlan, Plan, plan_of, why_not_compiled
-from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
+from rlbuf_td.buffers.prefetch import (
+    Prefetcher,
+    Sample,
+    copied,
+    refuse_copies,
+    refuse_max_age,
+)
 from rlbuf_td.buffers.waiting import Cancels
-from rlbuf_td.checkpoint.buffer import at_rest, capture, dump_buffer, load_buffer, refuse, restore
+from rlbuf_td.checkpoint.buffer import (
+    at_rest,
+    capture,
+    dump_buffer,
+    load_buffer,
+    refuse,
+    restore,
+)
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers
@@ -62,7 +75,15 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
-from rlbuf_td.storages.checks import OUT_OF_ORDER, State, as_number, require_packed, state_of, usable_device, whole
+from rlbuf_td.storages.checks import (
+    OUT_OF_ORDER,
+    State,
+    as_number,
+    require_packed,
+    state_of,
+    usable_device,
+    whole,
+)
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     Info,
@@ -119,52 +140,67 @@ _MOST_SIZES = 8  # batch sizes whose plans are kept
 class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
-    Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a sampler
-    of this package, or another sampler with a ``draw`` method. It is slower with samplers of TorchRL's, ``collate_fn``,
-    ``sample_unit``, and a writer with ``track_generations=True``.
+    Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``.
+    Sampling is fast with a sampler of this package, or another sampler with a ``draw``
+    method. It is slower with samplers of TorchRL's, ``collate_fn``, ``sample_unit``,
+    and a writer with ``track_generations=True``.
 
-    **Over another storage** than a :class:`PackedStorage`, ``ReplayBuffer(storage=...)`` returns TorchRL's
-    ``TensorDictReplayBuffer``, and refuses the arguments of this package. The samplers that need no episodes work
+    **Over another storage** than a :class:`PackedStorage`,
+    ``ReplayBuffer(storage=...)`` returns TorchRL's ``TensorDictReplayBuffer``, and
+    refuses the arguments of this package. The samplers that need no episodes work
     (uniform, proportional, rank, recency, minibatch).
 
     Args:
-        storage: keeps the transitions, default ``PackedStorage(1_000)``. If the storage already holds rows, a
-            :class:`RingWriter` continues after the newest row.
+        storage: keeps the transitions, default ``PackedStorage(1_000)``. If the storage
+            already holds rows, a :class:`RingWriter` continues after the newest row.
         sampler: chooses the rows of a batch, default :class:`UniformSampler`.
         writer: chooses where new transitions are stored, default :class:`RingWriter`.
         priority_key: the key of TD errors in a batch, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that records every write, before any transform.
-        lane_key: the key of the lanes in written data, with a storage ``[T, E]``: one integer per transition, such as
-            the ``env_id`` of asynchronous vector environments. Writes then work as with ``extend(..., lanes=...)``;
-            data of any batch size, such as ``[E, T]`` of a collector, is flattened. Raises a TypeError if storage or
-            writer have no lanes, and (when writing) a ValueError if ``lanes=`` contradicts the data.
-        include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
-        device: the device to which batches are copied from host memory; transforms run on this device. TD errors may
-            be there, too.
-        prefetch: k, the number of batches that are drawn, copied and transformed ahead. Copies and transforms that take
-            more than 1 ms run in threads. What would only be drawn, by a sampler of this package without transforms,
-            ``pin_memory`` and ``device``, is not drawn ahead. Equal seeds give equal batches, except with random
-            transforms in threads. :meth:`empty`, saving, a load, or a change of storage, sampler or transform drops the
-            batches drawn ahead. A sampler with ``max_age`` is refused.
-        samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits,
-            and warns after 5 seconds. If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if
-            ``wait=True``. In one thread, sample after each write: ``while rb.can_sample(): batch = rb.sample()``.
-        min_size: number of rows that must be written before the first batch, and again after :meth:`empty`.
-        tolerance: largest deviation from the target, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
-        **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
-            ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
+        lane_key: the key of the lanes in written data, with a storage ``[T, E]``: one
+            integer per transition, such as the ``env_id`` of asynchronous vector
+            environments. Writes then work as with ``extend(..., lanes=...)``; data of
+            any batch size, such as ``[E, T]`` of a collector, is flattened. Raises a
+            TypeError if storage or writer have no lanes, and (when writing) a
+            ValueError if ``lanes=`` contradicts the data.
+        include_info: whether batches contain the sampler's report (index, weights,
+            ...), default ``True``.
+        device: the device to which batches are copied from host memory; transforms run
+            on this device. TD errors may be there, too.
+        prefetch: k, the number of batches that are drawn, copied and transformed ahead.
+            Copies and transforms that take more than 1 ms run in threads. What would
+            only be drawn, by a sampler of this package without transforms,
+            ``pin_memory`` and ``device``, is not drawn ahead. Equal seeds give equal
+            batches, except with random transforms in threads. :meth:`empty`, saving, a
+            load, or a change of storage, sampler or transform drops the batches drawn
+            ahead. A sampler with ``max_age`` is refused.
+        samples_per_insert: target ratio of sampled rows to written rows. A write that
+            would exceed ``tolerance`` waits, and warns after 5 seconds. If a batch
+            would exceed it, :meth:`sample` raises a RuntimeError, or waits if
+            ``wait=True``. In one thread, sample after each write:
+            ``while rb.can_sample(): batch = rb.sample()``.
+        min_size: number of rows that must be written before the first batch, and again
+            after :meth:`empty`.
+        tolerance: largest deviation from the target, in sampled rows; see
+            :class:`~rlbuf_td.buffers.flow.FlowControl`.
+        **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``,
+            ``transform``, ``pin_memory``, ``generator``, ``dim_extend``,
+            ``sample_unit``, ``collate_fn``, ``shared``, ...
 
-    Unlike in TorchRL, the batch that transforms receive already contains the sampler's report. If a transform removes
-    an entry of the report, the buffer puts the entry back. If a row has several TD errors, their magnitudes are reduced
-    to one; TorchRL reduces the signed errors. Updating priorities from a batch without TD errors raises a KeyError;
-    TorchRL sets the default priority. Rows with an entry that the report has, too, are refused (:class:`SchemaError`).
+    Unlike in TorchRL, the batch that transforms receive already contains the sampler's
+    report. If a transform removes an entry of the report, the buffer puts the entry
+    back. If a row has several TD errors, their magnitudes are reduced to one; TorchRL
+    reduces the signed errors. Updating priorities from a batch without TD errors raises
+    a KeyError; TorchRL sets the default priority. Rows with an entry that the report
+    has, too, are refused (:class:`SchemaError`).
 
     Raises:
-        TypeError: an argument of this package, or a sampler that needs episodes, is given with another storage than a
-            :class:`PackedStorage`.
+        TypeError: an argument of this package, or a sampler that needs episodes, is
+            given with another storage than a :class:`PackedStorage`.
         NotImplementedError: ``checkpointer`` is given.
 
-    Cost: see the storage, sampler and writer; ``python -m tests.benchmarks.bench``, in a clone, measures whole calls.
+    Cost: see the storage, sampler and writer; ``python -m tests.benchmarks.bench``, in
+    a clone, measures whole calls.
 
     Example:
         >>> from tensordict import TensorDict
@@ -181,7 +217,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     """
 
     __signature__ = OwnSignature()
-    _has_environment = False  # made for an environment: rows that are shared get trajectory ids
+    # made for an environment: rows that are shared get trajectory ids
+    _has_environment = False
     _storage: PackedStorage
     _dim_extend: int
     if TYPE_CHECKING:  # TorchRL's properties have no types
@@ -190,10 +227,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         def storage(self) -> PackedStorage: ...  # pyrefly: ignore [bad-override]
 
     def __new__(cls, *args: Any, storage: Any = None, **kwargs: Any) -> Any:
-        """Return a buffer of TorchRL's if ``storage`` is another one than a :class:`PackedStorage`."""
-        if not isinstance(storage, Storage) or isinstance(storage, PackedStorage) or cls is not ReplayBuffer:
+        """Return a buffer of TorchRL's if ``storage`` is another one than a
+        :class:`PackedStorage`."""
+        if (
+            not isinstance(storage, Storage)
+            or isinstance(storage, PackedStorage)
+            or cls is not ReplayBuffer
+        ):
             return super().__new__(cls)
-        own = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {"priority_key", "kwargs"}
+        own = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {
+            "priority_key",
+            "kwargs",
+        }
         if given := [f"{name}=" for name in kwargs if name in own]:
             require_packed(storage, ", ".join(given), _THEIRS)
         buffer = TensorDictReplayBuffer(storage=storage, **kwargs)
@@ -215,56 +260,81 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         **kwargs: Any,
     ) -> None:
         self.parts: Parts = None  # pyrefly: ignore [bad-assignment]  # until initialized
-        self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
-        self._last_draw: tuple[Any, ...] | None = None  # of a :class:`LastDraw`, which would take longer to make
+        # the name ``stats`` is a method of TorchRL's buffers
+        self.episode_stats = stats
+        # of a :class:`LastDraw`, which would take longer to make
+        self._last_draw: tuple[Any, ...] | None = None
         self.stale_updates = SharedCounter()
-        self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
+        # the numbers of batches and rows that `sample` has returned
+        self.returned = SharedNumbers("q", [0, 0])
         self.include_info, self.lane_key = include_info, optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
-        #: A weak reference to a plan of writes (which holds the rows), statistics, and how that plan counts in them.
+        #: A weak reference to a plan of writes (which holds the rows), statistics, and
+        # how that plan counts in them.
         self._recorder: Any = None, None, None
         ahead = kwargs.get("prefetch") or 0
-        self.flow = make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
+        self.flow = make_flow(
+            samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size")
+        )
         self.batch_device = None if device is None else usable_device(device)
         self.prefetcher = Prefetcher(self, ahead) if ahead else None
-        consumes = kwargs.get("consume_after_n_samples") is not None  # which needs TorchRL's default
+        # which needs TorchRL's default
+        consumes = kwargs.get("consume_after_n_samples") is not None
         defaults = {
             "storage": partial(PackedStorage, 1_000),
             "sampler": RandomSampler if consumes else UniformSampler,
             "writer": RingWriter,
         }
-        kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
+        kwargs |= {
+            part: default
+            for part, default in defaults.items()
+            if kwargs.get(part) is None
+        }
         super().__init__(priority_key=nested_key(priority_key), **kwargs)  # pyrefly: ignore [bad-argument-type]
-        self._warned_batch_size_conflict = True  # TorchRL would warn of sample(n) with another n than batch_size
+        # TorchRL would warn of sample(n) with another n than batch_size
+        self._warned_batch_size_conflict = True
 
     # -- constructors
 
     @classmethod
     def from_env(
-        cls, env: object, capacity: int, *, extras: Extras = None, group_map: Groups = None, **kwargs: Any
+        cls,
+        env: object,
+        capacity: int,
+        *,
+        extras: Extras = None,
+        group_map: Groups = None,
+        **kwargs: Any,
     ) -> Self:
         """Return a buffer for the transitions of an environment.
 
-        Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of
-        a policy's outputs. In RAM, rows take physical memory only after they are written.
+        Written data must have the environment's keys, dtypes and shapes. The first
+        write may add keys, such as those of a policy's outputs. In RAM, rows take
+        physical memory only after they are written.
 
-        If the rows are shared before the first write, or made with ``reopen``, they get the trajectory ids
-        ``("collector", "traj_ids")`` that recorders and collectors write. Every write must then have ids, because the
-        rows of several processes follow each other. ``from_schema(schema_of(env), ...)`` adds none.
+        If the rows are shared before the first write, or made with ``reopen``, they get
+        the trajectory ids ``("collector", "traj_ids")`` that recorders and collectors
+        write. Every write must then have ids, because the rows of several processes
+        follow each other. ``from_schema(schema_of(env), ...)`` adds none.
 
         Args:
-            env: a TorchRL or Gymnasium environment, single or vectorised; an environment of PettingZoo; or a list of E
-                parallel ones. Agents that take turns get a lane each, see :class:`AECRecorder`.
-            capacity: the number of transitions, rounded up to a multiple of the number of environments or lanes. A
-                :class:`RolloutBuffer` instead takes the number of time steps.
-            extras: further entries of a transition, see :func:`~rlbuf_td.schema_of`. If the rows are shared
-                before the first write, or made with ``reopen``, ``extras`` must contain all further entries, because
-                that write cannot add entries.
-            group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
+            env: a TorchRL or Gymnasium environment, single or vectorised; an
+                environment of PettingZoo; or a list of E parallel ones. Agents that
+                take turns get a lane each, see :class:`AECRecorder`.
+            capacity: the number of transitions, rounded up to a multiple of the number
+                of environments or lanes. A :class:`RolloutBuffer` instead takes the
+                number of time steps.
+            extras: further entries of a transition, see :func:`~rlbuf_td.schema_of`. If
+                the rows are shared before the first write, or made with ``reopen``,
+                ``extras`` must contain all further entries, because that write cannot
+                add entries.
+            group_map: the groups of a PettingZoo environment's agents, see
+                :class:`PettingZooRecorder`.
             **kwargs: keywords of :meth:`from_schema`.
 
         Raises:
-            SchemaError: an observation or action has no fixed size in bytes, as in Gymnasium's ``Text`` space.
+            SchemaError: an observation or action has no fixed size in bytes, as in
+                Gymnasium's ``Text`` space.
             TypeError: ``env`` is not an environment.
 
         Example:
@@ -274,7 +344,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             >>> rb.storage.max_size, len(rb)
             (300, 0)
         """
-        return cls._for_environment(schema_of(env, extras=extras, group_map=group_map), capacity, kwargs)
+        return cls._for_environment(
+            schema_of(env, extras=extras, group_map=group_map), capacity, kwargs
+        )
 
     @classmethod
     def from_spaces(
@@ -287,19 +359,24 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         extras: Extras = None,
         **kwargs: Any,
     ) -> Self:
-        """Return a buffer for the transitions of an environment with these Gymnasium spaces or TorchRL specs.
+        """Return a buffer for the transitions of an environment with these Gymnasium
+        spaces or TorchRL specs.
 
         Args:
             observation_space: the space or spec of one environment's observation.
             action_space: the space or spec of one environment's action.
             capacity: the number of transitions, see :meth:`from_env`.
-            num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives rows ``[T]``.
-            extras: further entries, see :meth:`from_env`. For example, ``extras={"next": {"reward": numpy.zeros(1)}}``
-                stores float64 rewards of a single environment; for E environments, the array has the shape ``(E, 1)``.
+            num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives
+                rows ``[T]``.
+            extras: further entries, see :meth:`from_env`. For example,
+                ``extras={"next": {"reward": numpy.zeros(1)}}`` stores float64 rewards
+                of a single environment; for E environments, the array has the shape
+                ``(E, 1)``.
             **kwargs: keywords of :meth:`from_schema`.
 
         Raises:
-            SchemaError: values of a space have no fixed size in bytes, as in Gymnasium's ``Text`` space.
+            SchemaError: values of a space have no fixed size in bytes, as in
+                Gymnasium's ``Text`` space.
             TypeError: an argument is neither a space nor a spec.
 
         Example:
@@ -314,8 +391,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return cls._for_environment(schema_of(schema, extras=extras), capacity, kwargs)
 
     @classmethod
-    def _for_environment(cls, schema: TensorDictBase, capacity: int, kwargs: dict[str, Any]) -> Self:
-        """Return a buffer from ``schema``, whose rows get trajectory ids when they are shared."""
+    def _for_environment(
+        cls, schema: TensorDictBase, capacity: int, kwargs: dict[str, Any]
+    ) -> Self:
+        """Return a buffer from ``schema``, whose rows get trajectory ids when they are
+        shared."""
         if kwargs.get("shared") or kwargs.get("reopen"):
             schema = with_missing(schema, trajectory_ids(schema.batch_size))
         rb = cls.from_schema(schema, capacity, **kwargs)
@@ -337,20 +417,24 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         frames: Mapping[NestedKey, int | tuple[int, int]] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return a buffer for transitions with the keys, dtypes and shapes of an example.
+        """Return a buffer for transitions with the keys, dtypes and shapes of an
+        example.
 
         Args:
-            schema: an example of a step, with batch size ``[]``, or ``[E]`` for E environments; see
-                :func:`~rlbuf_td.schema_of`.
+            schema: an example of a step, with batch size ``[]``, or ``[E]`` for E
+                environments; see :func:`~rlbuf_td.schema_of`.
             capacity: the number of transitions, see :meth:`from_env`.
-            device: the device of the batches, and also of the rows unless ``storing_device`` is given.
+            device: the device of the batches, and also of the rows unless
+                ``storing_device`` is given.
             storing_device: the device of the rows.
             scratch_dir: see :class:`PackedStorage`.
-            reopen: see :class:`PackedStorage`; rows that an earlier process has left must have the schema's entries.
+            reopen: see :class:`PackedStorage`; rows that an earlier process has left
+                must have the schema's entries.
             shared: see :class:`PackedStorage`.
             share_next: see :class:`PackedStorage`.
             frames: see :class:`PackedStorage`.
-            **kwargs: keywords of the buffer's class: ``sampler``, ``batch_size``, ``transform``, ...
+            **kwargs: keywords of the buffer's class: ``sampler``, ``batch_size``,
+                ``transform``, ...
 
         Raises:
             SchemaError: an entry of the schema has no fixed size in bytes.
@@ -366,10 +450,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if "storage" in kwargs:
             remedy = "pass device, scratch_dir, shared, ... instead, or make the buffer with its storage and extend it"
             given = f"got storage={kwargs['storage']!r}"
-            raise ValueError(f"the storage is made for the transitions, {given}: {remedy}")
+            raise ValueError(
+                f"the storage is made for the transitions, {given}: {remedy}"
+            )
         if storing_device is not None:
             device, kwargs["device"] = storing_device, device
-        rows: dict[str, Any] = {"scratch_dir": scratch_dir, "reopen": reopen, "shared": shared}
+        rows: dict[str, Any] = {
+            "scratch_dir": scratch_dir,
+            "reopen": reopen,
+            "shared": shared,
+        }
         rows |= {"share_next": share_next, "frames": frames, "device": device}
         storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
         try:
@@ -389,29 +479,38 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         reward_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
+        """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the
+        extra ``minari``).
 
-        Episodes are read one by one; with ``scratch_dir``, the data set may exceed RAM. The keys of a Dict observation
-        become keys of the row; the first item of a Tuple observation is at ``("observation", "0")``. The last row of an
-        episode holds the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries
-        keep the dtypes of the data set, in which rewards are usually float64.
+        Episodes are read one by one; with ``scratch_dir``, the data set may exceed RAM.
+        The keys of a Dict observation become keys of the row; the first item of a Tuple
+        observation is at ``("observation", "0")``. The last row of an episode holds the
+        final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's
+        id. Entries keep the dtypes of the data set, in which rewards are usually
+        float64.
 
         Args:
             dataset: a ``MinariDataset``, or the name of a data set on this machine.
-            capacity: the capacity of the buffer in transitions, default: the size of the data set.
-            infos: whether to store the info that each step returned, at ``("next", "info")``. If the data set also has
-                the infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
-            reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
-                :class:`GymnasiumRecorder`, pass ``torch.float32``.
-            **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
+            capacity: the capacity of the buffer in transitions, default: the size of
+                the data set.
+            infos: whether to store the info that each step returned, at
+                ``("next", "info")``. If the data set also has the infos of resets,
+                ``"info"`` holds the info of each row's observation. All infos must be
+                numeric.
+            reward_dtype: the dtype of rewards, default: unchanged. To mix the data with
+                float32 rewards of a :class:`GymnasiumRecorder`, pass ``torch.float32``.
+            **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``,
+                ``sampler``, ``batch_size``, ...
 
         Raises:
             ImportError: Minari is not installed.
             FileNotFoundError: there is no data set of this name on this machine.
-            TypeError: ``dataset`` is not a data set, or ``reward_dtype`` is not a dtype of torch.
-            ValueError: the data set has no transitions, or more transitions than ``capacity``.
-            SchemaError: an observation, action or info does not consist of numbers (as in ``Text`` spaces), or
-                episodes differ in dtypes or shapes.
+            TypeError: ``dataset`` is not a data set, or ``reward_dtype`` is not a dtype
+                of torch.
+            ValueError: the data set has no transitions, or more transitions than
+                ``capacity``.
+            SchemaError: an observation, action or info does not consist of numbers (as
+                in ``Text`` spaces), or episodes differ in dtypes or shapes.
             MemoryError: the rows are larger than RAM.
             OSError: the disk of ``scratch_dir`` has too little free space.
 
@@ -434,31 +533,39 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         trajectory_key: NestedKey | None = "episode",
         **kwargs: Any,
     ) -> Self:
-        """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
+        """Return a buffer with the rows of a TorchRL buffer (a data set of
+        ``torchrl.data.datasets``, for example).
 
-        The rows are copied without transforms, oldest first if ``rb`` has a round-robin writer. With ``scratch_dir``,
-        the rows may exceed RAM. If both buffers are prioritized, the rows keep the magnitudes of their TD errors.
+        The rows are copied without transforms, oldest first if ``rb`` has a round-robin
+        writer. With ``scratch_dir``, the rows may exceed RAM. If both buffers are
+        prioritized, the rows keep the magnitudes of their TD errors.
 
-        TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). In LeRobot data, exclude
-        instructions (strings) and videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
+        TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs
+        ``torchrl[vla]``). In LeRobot data, exclude instructions (strings) and videos:
+        ``exclude=["language_instruction", ("observation", "image", "camera")]``.
 
         Args:
-            rb: a replay buffer of TorchRL whose rows are TensorDicts, or the folder that its ``dumps`` wrote (with the
-                default checkpointer); the import does not change its rows. As after :meth:`loads`, trajectories from a
+            rb: a replay buffer of TorchRL whose rows are TensorDicts, or the folder
+                that its ``dumps`` wrote (with the default checkpointer); the import
+                does not change its rows. As after :meth:`loads`, trajectories from a
                 folder that have ids end with the last row.
-            capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
+            capacity: the capacity of the new buffer in transitions, default: the
+                capacity of ``rb``.
             exclude: a list of keys to omit, such as the keys of strings, or one key.
-            trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
-                ``("collector", "traj_ids")``, unless the rows already have that entry.
-            **kwargs: keywords of :meth:`from_schema`: ``sampler``, ``batch_size`` (default: that of ``rb``), ...
+            trajectory_key: the key of episode numbers in ``rb``. The import renames
+                this key to ``("collector", "traj_ids")``, unless the rows already have
+                that entry.
+            **kwargs: keywords of :meth:`from_schema`: ``sampler``, ``batch_size``
+                (default: that of ``rb``), ...
 
         Raises:
             RuntimeError: ``rb`` is empty.
             TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
-            CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
+            CheckpointError: the folder ``rb`` holds no rows that TorchRL's default
+                checkpointer wrote.
             KeyError: the rows have no entry at a key in ``exclude``.
-            ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time order, which the ``sampler``
-                needs, or ``storage`` is given.
+            ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time
+                order, which the ``sampler`` needs, or ``storage`` is given.
             SchemaError: an entry does not consist of numbers, and is not excluded.
             MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
 
@@ -488,9 +595,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return require_packed(made, f"a {type(self).__name__}", _THEIRS)
 
     def _begin(self) -> Parts:
-        """Connect the components; if they are refused, other buffers over the storage go on without this one.
+        """Connect the components; if they are refused, other buffers over the storage
+        go on without this one.
 
-        The storage must know this buffer before priorities are connected, and priorities before they are shared.
+        The storage must know this buffer before priorities are connected, and
+        priorities before they are shared.
         """
         self._storage.attach(self)
         try:
@@ -509,7 +618,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return self.parts
 
     def _initialize(self) -> Parts:
-        """Return the components of the buffer; initialize the buffer if this has not happened yet."""
+        """Return the components of the buffer; initialize the buffer if this has not
+        happened yet."""
         if not self._initialized:
             self._init()
         return self.parts or self._begin()
@@ -519,7 +629,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         super()._get_collate_fn(collate_fn)
 
     def _continue_ring(self) -> None:
-        """Let a ring writer that has not written yet continue the count of an earlier process."""
+        """Let a ring writer that has not written yet continue the count of an earlier
+        process."""
         writer, shared_rows = self._writer, self._storage.shared_rows
         is_new = type(writer) is RingWriter and not torchrl_parts.write_count_of(writer)
         if is_new and shared_rows is not None and shared_rows.of_writer is not None:
@@ -528,14 +639,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 writer.planned.settle(self._storage.ring.publication)
             shared_rows.of_writer = None
 
-    def _refuse_second_priorities(self, storage: PackedStorage, sampler: Sampler) -> None:
-        """Raise a ValueError if another buffer keeps its priorities in the file beside the rows of ``storage``."""
+    def _refuse_second_priorities(
+        self, storage: PackedStorage, sampler: Sampler
+    ) -> None:
+        """Raise a ValueError if another buffer keeps its priorities in the file beside
+        the rows of ``storage``."""
         own: Any = getattr(sampler, "innermost", sampler)
         if not (isinstance(own, Prioritized) and storage.reopen):
             return
         for other in torchrl_parts.listeners_of(storage):
             theirs = getattr(getattr(other, "parts", None), "prioritized", None)
-            if other is not self and theirs is not None and theirs is not own and theirs.priorities.file is not None:
+            if (
+                other is not self
+                and theirs is not None
+                and theirs is not own
+                and theirs.priorities.file is not None
+            ):
                 raise ValueError(
                     f"another buffer over this storage keeps its priorities in {storage.scratch_dir}/{PRIORITY_FILE}, "
                     "and two buffers would overwrite each other's: use one buffer, or a sampler without priorities "
@@ -543,20 +662,38 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 )
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
+        """Update ``parts``; with ``default_priorities``, rows without a priority get
+        the priority of new rows."""
         self._refuse_second_priorities(self._storage, self._sampler)
         refuse_max_age(self._sampler, self._prefetch_cap)
         self.plans, self._storage.write_plan = {}, None
-        transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
-        parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
+        transforms, has_units = (
+            getattr(self._transform, "transforms", ()),
+            self._sample_unit is not None,
+        )
+        parts = Parts.of(
+            self._storage,
+            self._sampler,
+            self._writer,
+            transforms,
+            has_units,
+            self._has_collate_fn,
+        )
         if self._copies_batches:
             refuse_copies(parts)
         self.parts = parts
         if parts.prioritized is not None:
             parts.prioritized.priorities.move_to(parts.storage)
-            missing = 0 if self._service_shutdown else parts.prioritized.priorities.reopen(parts.storage)
+            missing = (
+                0
+                if self._service_shutdown
+                else parts.prioritized.priorities.reopen(parts.storage)
+            )
             if missing:
-                warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {_PRIORITIES_OF_REOPENED}", stacklevel=3)
+                warnings.warn(
+                    f"{missing:,} of {row_count(parts.storage):,} {_PRIORITIES_OF_REOPENED}",
+                    stacklevel=3,
+                )
             if default_priorities:
                 parts.prioritized.priorities.admit(parts.storage)
         return parts
@@ -565,7 +702,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     @overload
     def sample(
-        self, batch_size: int | None = None, *, wait: bool = False, timeout: float | None = None
+        self,
+        batch_size: int | None = None,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
     ) -> TensorDictBase: ...
     @overload
     def sample(
@@ -589,40 +730,60 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         timeout: float | None = None,
         cancel_event: Cancels | None = None,
     ) -> Any:
-        """Return a batch ``[B]`` in fresh memory, as a TensorDict; ``batch.numpy()`` returns a dict of NumPy arrays.
+        """Return a batch ``[B]`` in fresh memory, as a TensorDict; ``batch.numpy()``
+        returns a dict of NumPy arrays.
 
         Args:
             batch_size: B, default: the ``batch_size`` of the buffer.
-            return_info: return ``(batch, info)``, where ``info`` is the sampler's report.
-            include_info: whether the batch contains the sampler's report, default: the setting of the buffer.
-            wait: wait until the sampler can draw rows and flow control admits the batch.
+            return_info: return ``(batch, info)``, where ``info`` is the sampler's
+                report.
+            include_info: whether the batch contains the sampler's report, default: the
+                setting of the buffer.
+            wait: wait until the sampler can draw rows and flow control admits the
+                batch.
             timeout: longest wait in seconds; ``None`` waits forever.
-            cancel_event: an object such as a ``threading.Event``; the wait ends when its ``is_set()`` returns True.
+            cancel_event: an object such as a ``threading.Event``; the wait ends when
+                its ``is_set()`` returns True.
 
         Raises:
             ValueError: the batch size is negative or no whole number.
-            RuntimeError: no batch size is given, or the wait was cancelled. Without ``wait``, also: the buffer is
-                empty, or flow control does not admit the batch.
-            TimeoutError: the wait took longer than ``timeout``; the error says what was missing.
+            RuntimeError: no batch size is given, or the wait was cancelled. Without
+                ``wait``, also: the buffer is empty, or flow control does not admit the
+                batch.
+            TimeoutError: the wait took longer than ``timeout``; the error says what was
+                missing.
             ShutDown: the buffer has been shut down.
         """
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
             size = self._batch_size if batch_size is None else batch_size
             is_plain = include_info and not return_info
-            if is_plain and type(size) is int and size in self.plans and self._returns_as_drawn:
+            if (
+                is_plain
+                and type(size) is int
+                and size in self.plans
+                and self._returns_as_drawn
+            ):
                 return self._draw(size, is_returned=True)[0]
             return self._sample_now(batch_size, return_info, include_info)
-        with self._permission(batch_size or self._batch_size, wait, timeout, cancel_event):
+        with self._permission(
+            batch_size or self._batch_size, wait, timeout, cancel_event
+        ):
             return self._sample_now(batch_size, return_info, include_info)
 
     @contextmanager
     def _permission(
-        self, rows: int | None, wait: bool, timeout: float | None, cancel_event: Cancels | None = None
+        self,
+        rows: int | None,
+        wait: bool,
+        timeout: float | None,
+        cancel_event: Cancels | None = None,
     ) -> Iterator[None]:
-        """Enter the ``with`` block once the sampler can draw a batch and flow control, if any, admits it.
+        """Enter the ``with`` block once the sampler can draw a batch and flow control,
+        if any, admits it.
 
-        The batch is counted before the block, and the count undone if the block raises an error.
+        The batch is counted before the block, and the count undone if the block raises
+        an error.
         """
         if rows is None:
             raise RuntimeError(_NO_SIZE)
@@ -643,7 +804,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         reason = partial(self._why_no_batch, rows)
         count_wait = None if flow is None else partial(flow.count_wait, of_sample=True)
         lock = self._replay_lock
-        with waiting.admitted(admit, lock, reason, timeout, count_wait=count_wait, cancel_event=cancel_event):
+        with waiting.admitted(
+            admit,
+            lock,
+            reason,
+            timeout,
+            count_wait=count_wait,
+            cancel_event=cancel_event,
+        ):
             pass
         try:
             yield
@@ -662,9 +830,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return "the buffer is empty"
         return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
 
-    def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
+    def _sample_now(
+        self, batch_size: int | None, return_info: bool, include_info: bool
+    ) -> Any:
         self._refuse_shut_down()
-        size, parts = self._batch_size if batch_size is None else batch_size, self.parts or self._initialize()
+        size, parts = (
+            self._batch_size if batch_size is None else batch_size,
+            self.parts or self._initialize(),
+        )
         if size is None:
             raise RuntimeError(_NO_SIZE)
         with self._replay_lock:  # finds rows that another process has allocated
@@ -703,57 +876,82 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return super().can_sample(batch_size)
 
     def wait_until_sampleable(
-        self, min_items: int | None = None, timeout: float | None = None, cancel_event: Cancels | None = None
+        self,
+        min_items: int | None = None,
+        timeout: float | None = None,
+        cancel_event: Cancels | None = None,
     ) -> bool:
-        """Wait until :meth:`can_sample` returns True; return False after a timeout or a cancellation.
+        """Wait until :meth:`can_sample` returns True; return False after a timeout or a
+        cancellation.
 
         Args:
-            min_items: B, the number of rows of a batch, default: the ``batch_size`` of the buffer.
+            min_items: B, the number of rows of a batch, default: the ``batch_size`` of
+                the buffer.
             timeout: longest wait in seconds, at least 0; ``None`` waits forever.
-            cancel_event: an object such as a ``threading.Event``; the wait ends when its ``is_set()`` returns True.
+            cancel_event: an object such as a ``threading.Event``; the wait ends when
+                its ``is_set()`` returns True.
 
         Raises:
             ValueError: ``min_items`` is below 1, or ``timeout`` is negative.
             RuntimeError: no batch size is given.
             ShutDown: the buffer has been shut down.
 
-        Cost: the buffer's lock once per millisecond; writes do not notify waiting threads or processes.
+        Cost: the buffer's lock once per millisecond; writes do not notify waiting
+        threads or processes.
         """
         size = None if min_items is None else whole(1)("min_items", min_items)
         if timeout is not None and not as_number(timeout) >= 0:
-            raise ValueError(f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}")
+            raise ValueError(
+                f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}"
+            )
 
         def can_sample() -> bool:
             self._refuse_shut_down()
             return self.can_sample(size)
 
         try:
-            with waiting.admitted(can_sample, self._replay_lock, str, timeout, cancel_event=cancel_event):
+            with waiting.admitted(
+                can_sample, self._replay_lock, str, timeout, cancel_event=cancel_event
+            ):
                 return True
         except (TimeoutError, waiting.Cancelled):
             return False
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return numbers for a monitor: ``size``, ``capacity``, ``utilization``, ``write_count``, ``sample_calls``,
-        ``samples_returned``, ...
+        """Return numbers for a monitor: ``size``, ``capacity``, ``utilization``,
+        ``write_count``, ``sample_calls``, ``samples_returned``, ...
 
-        ``sample_calls`` and ``samples_returned`` count the batches and the rows that :meth:`sample` has returned. See
-        TorchRL's ``ReplayBuffer.stats``; :meth:`health` has further numbers.
+        ``sample_calls`` and ``samples_returned`` count the batches and the rows that
+        :meth:`sample` has returned. See TorchRL's ``ReplayBuffer.stats``;
+        :meth:`health` has further numbers.
         """
         calls, rows = self.returned
         return super().stats() | {"sample_calls": calls, "samples_returned": rows}
 
     @property
     def _returns_as_drawn(self) -> bool:
-        """Whether batches are returned as drawn: not transformed, pinned, copied, or of another class."""
-        is_moved, parts = self._pin_memory or (self.batch_device is not None and self._copies_batches), self.parts
-        if is_moved or self._service_shutdown or torchrl_parts.modules_of(parts.transforms):
+        """Whether batches are returned as drawn: not transformed, pinned, copied, or of
+        another class."""
+        is_moved, parts = (
+            self._pin_memory
+            or (self.batch_device is not None and self._copies_batches),
+            self.parts,
+        )
+        if (
+            is_moved
+            or self._service_shutdown
+            or torchrl_parts.modules_of(parts.transforms)
+        ):
             return False
-        return not (parts.is_general or parts.gives_windows) and parts.storage.row_class is None
+        return (
+            not (parts.is_general or parts.gives_windows)
+            and parts.storage.row_class is None
+        )
 
     @property
     def compiled(self) -> str:
-        """The calls that compiled code executes, and in one line why others are not compiled.
+        """The calls that compiled code executes, and in one line why others are not
+        compiled.
 
         Example:
             >>> import torch
@@ -770,8 +968,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return "; ".join([*([", ".join(found)] if found else []), *others])
 
     def _compiled_calls(self) -> dict[str, str]:
-        """Return the calls that compiled code can execute; for each, why it does not yet, or "" if it does."""
-        plan = self.plans.get(self._batch_size or 0, next(iter(self.plans.values()), None))
+        """Return the calls that compiled code can execute; for each, why it does not
+        yet, or "" if it does."""
+        plan = self.plans.get(
+            self._batch_size or 0, next(iter(self.plans.values()), None)
+        )
         calls = {"sample": "no call yet" if plan is None else plan.reason}
         if self.parts.prioritized is not None:
             calls["update_tensordict_priority"] = why_not_compiled(self._storage)
@@ -818,13 +1019,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return plan
 
     def _drawn(self, size: int) -> Sample:
-        """Draw a batch; return it and the report in the shape and with the index that TorchRL's samplers give them."""
+        """Draw a batch; return it and the report in the shape and with the index that
+        TorchRL's samplers give them."""
         batch, drawn = self._draw(size)
         report = {**drawn}  # `_last_draw` keeps the other one
         index = report["index"]
         if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
             report["index"] = index.unbind(-1)  # pyrefly: ignore [unsupported-operation]
-        return self.parts.sampler.lay_out(batch, report) if self.parts.gives_windows else (batch, report)
+        return (
+            self.parts.sampler.lay_out(batch, report)
+            if self.parts.gives_windows
+            else (batch, report)
+        )
 
     def _make_batch(self, batch_size: int) -> Sample:
         """Draw and finish a batch, or take one that was drawn ahead."""
@@ -835,7 +1041,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return self._finish(*self._drawn(batch_size))
 
     def _finish(self, batch: Any, info: Info) -> Sample:
-        """Copy a batch to ``device``, transform it, and pin its memory if the buffer was made with ``pin_memory``."""
+        """Copy a batch to ``device``, transform it, and pin its memory if the buffer
+        was made with ``pin_memory``."""
         if self._copies_batches:
             batch, info = copied((batch, info), self.batch_device)
         batch = self._transformed(batch, info)
@@ -843,8 +1050,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             batch = batch.pin_memory()
         return batch, info
 
-    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
-        """Transform a batch; put back entries whose keys are in ``report`` if a transform has removed them."""
+    def _transformed(
+        self, batch: TensorDictBase, report: Iterable[NestedKey] = ()
+    ) -> TensorDictBase:
+        """Transform a batch; put back entries whose keys are in ``report`` if a
+        transform has removed them."""
         if not len(self.parts.transforms):
             return batch
         known = {key: batch.get(key) for key in report}
@@ -856,7 +1066,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     @property
     def _copies_batches(self) -> bool:
-        """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
+        """Whether batches are copied to ``device``: not if ``device`` is None, or is
+        the GPU that holds the rows."""
         device = self.batch_device
         if device is None or device.type == "cpu":
             return device is not None
@@ -866,14 +1077,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     # -- writes
 
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one transition, or with ``ndim > 1`` one time step of all environments; return its index.
+        """Write one transition, or with ``ndim > 1`` one time step of all environments;
+        return its index.
 
-        ``data`` is a TensorDict, a tensorclass or a tensor. If the first write was not a TensorDict, batches are
-        objects of its class, without the sampler's report, which ``sample(return_info=True)`` returns.
+        ``data`` is a TensorDict, a tensorclass or a tensor. If the first write was not
+        a TensorDict, batches are objects of its class, without the sampler's report,
+        which ``sample(return_info=True)`` returns.
 
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
-            ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
+            ValueError: a TD error in the data is NaN or infinite, or flow control can
+                never admit the write.
             ShutDown: the buffer has been shut down; nothing has changed.
         """
         try:
@@ -881,38 +1095,55 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         except SchemaError as error:
             if getattr(data, "ndim", None) != self._storage.ndim:
                 raise
-            raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
+            raise SchemaError(
+                f"{error.args[0]}. If these are several transitions, use extend"
+            ) from None
 
-    def extend(self, tensordicts: Any, *, update_priority: bool | None = None, lanes: Any = None) -> torch.Tensor:
-        """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their
-        index.
+    def extend(
+        self,
+        tensordicts: Any,
+        *,
+        update_priority: bool | None = None,
+        lanes: Any = None,
+    ) -> torch.Tensor:
+        """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as
+        collectors return them); return their index.
 
         Args:
-            tensordicts: the transitions: a TensorDict, a tensorclass or a tensor, or a list of steps, each as
-                :meth:`add` takes it.
-            update_priority: whether TD errors in the data set the priorities, default ``True``.
-            lanes: with ``ndim=2``, the lanes (environments) that ``[n]`` transitions belong to: ``[n]`` integers, or
-                one for all. Each transition follows the newest one of its lane, so that lanes may have unlike lengths;
-                see also :meth:`lane`. The storage must know the number of lanes: ``PackedStorage(..., lanes=E)``. Of
-                TorchRL's samplers, only ``RandomSampler`` draws from lanes of unlike lengths. ``storage.set`` of new
-                time steps then raises a RuntimeError; edits of rows that a lane lacks raise an IndexError.
+            tensordicts: the transitions: a TensorDict, a tensorclass or a tensor, or a
+                list of steps, each as :meth:`add` takes it.
+            update_priority: whether TD errors in the data set the priorities, default
+                ``True``.
+            lanes: with ``ndim=2``, the lanes (environments) that ``[n]`` transitions
+                belong to: ``[n]`` integers, or one for all. Each transition follows the
+                newest one of its lane, so that lanes may have unlike lengths; see also
+                :meth:`lane`. The storage must know the number of lanes:
+                ``PackedStorage(..., lanes=E)``. Of TorchRL's samplers, only
+                ``RandomSampler`` draws from lanes of unlike lengths. ``storage.set`` of
+                new time steps then raises a RuntimeError; edits of rows that a lane
+                lacks raise an IndexError.
 
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
-            ValueError: there are no transitions, or a TD error is NaN or infinite; ``lanes`` do not fit the data, or
-                the buffer has no lanes; nothing has changed.
+            ValueError: there are no transitions, or a TD error is NaN or infinite;
+                ``lanes`` do not fit the data, or the buffer has no lanes; nothing has
+                changed.
             IndexError: a lane is out of range; nothing has changed.
-            TypeError: the storage or writer cannot have lanes of unlike lengths; nothing has changed.
+            TypeError: the storage or writer cannot have lanes of unlike lengths;
+                nothing has changed.
             ShutDown: the buffer has been shut down; nothing has changed.
 
         Warns:
-            UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than
-                ``ndim``.
+            UserWarning: (on the first write) a row holds several steps, because the
+                data has more batch dims than ``ndim``.
         """
         return self._write(tensordicts, "extend", update_priority is not False, lanes)
 
-    def _write(self, data: object, how: str, update_priority: bool, lanes: object = None) -> Any:
-        """Write the data as soon as flow control, if any, admits the write; to single ``lanes`` if they are given."""
+    def _write(
+        self, data: object, how: str, update_priority: bool, lanes: object = None
+    ) -> Any:
+        """Write the data as soon as flow control, if any, admits the write; to single
+        ``lanes`` if they are given."""
         if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
             return self._write_opened(data, how, update_priority, lanes)
         if self.lane_key is not None:
@@ -936,7 +1167,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Return the number of batch dims of the data that index rows."""
         return 1 if lanes is not None else self.storage.ndim - (how == "add")
 
-    def _write_opened(self, data: object, how: str, update_priority: bool, lanes: object) -> Any:
+    def _write_opened(
+        self, data: object, how: str, update_priority: bool, lanes: object
+    ) -> Any:
         """Write tensorclasses, tensors, or a list of steps as TensorDicts."""
         storage = (self.parts or self._initialize()).storage
         if how == "extend" and isinstance(data, list):
@@ -960,16 +1193,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _inserting(self, flow: FlowControl, rows: int) -> Iterator[None]:
         """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
 
-        The block holds the buffer's lock, so that no other thread or process finds rows that are counted and not
-        written. If the block raises an error, or the process dies, its rows count if they are there.
+        The block holds the buffer's lock, so that no other thread or process finds rows
+        that are counted and not written. If the block raises an error, or the process
+        dies, its rows count if they are there.
         """
 
         def admit() -> bool:
             flow.agree(row_count(self.storage))
             return flow.admit_insert(rows, self.storage.ring.publication)
 
-        count_wait, reason = partial(flow.count_wait, of_sample=False), partial(flow.why_no_write, rows)
-        with waiting.admitted(admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8):
+        count_wait, reason = (
+            partial(flow.count_wait, of_sample=False),
+            partial(flow.why_no_write, rows),
+        )
+        with waiting.admitted(
+            admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8
+        ):
             try:
                 yield
                 flow.inserts.take()
@@ -977,39 +1216,81 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 flow.inserts.settle(self.storage.ring.publication)
                 raise
 
-    def _write_and_count(self, data: TensorDictBase, how: str, update_priority: bool, lanes: object) -> Any:
-        """Write the data, and record the untransformed data in the episode statistics."""
+    def _write_and_count(
+        self, data: TensorDictBase, how: str, update_priority: bool, lanes: object
+    ) -> Any:
+        """Write the data, and record the untransformed data in the episode
+        statistics."""
         stats: Any = self.episode_stats
         dims = self._lead_dims(how, lanes)
         if data.ndim < dims:
             return self._write_now(data, how, update_priority, lanes)
-        record = self._record_for(data, how) if lanes is None and data.ndim == dims else None
-        if record is not None:  # data of the rows' dtypes and shapes needs no conversion
+        record = (
+            self._record_for(data, how) if lanes is None and data.ndim == dims else None
+        )
+        # data of the rows' dtypes and shapes needs no conversion
+        if record is not None:
             return self._write_now(data, how, update_priority, lanes, record)
-        time_dim = -1 if data.ndim > dims else None if how == "add" else self.dim_extend if lanes is None else 0
-        steps = stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
+        time_dim = (
+            -1
+            if data.ndim > dims
+            else None
+            if how == "add"
+            else self.dim_extend
+            if lanes is None
+            else 0
+        )
+        # refuses malformed data before the write
+        steps = stats.read(data, time_dim=time_dim)
         with self._locked(), defer_sigint:
             index = self._write_now(data, how, update_priority, lanes)
             stats.record(steps, None if lanes is None else index[:, 1])
         return index
 
     def _record_for(self, data: TensorDictBase, how: str) -> WriteRecord | None:
-        """Return how compiled writes count the data in statistics; None if its columns must be converted first."""
+        """Return how compiled writes count the data in statistics; None if its columns
+        must be converted first."""
         parts, stats = self.parts, self.episode_stats
         plan = None if parts is None else parts.storage.write_plan
-        if not isinstance(plan, CompiledWrites) or not parts.writes_directly or len(parts.transforms):
+        if (
+            not isinstance(plan, CompiledWrites)
+            or not parts.writes_directly
+            or len(parts.transforms)
+        ):
             return None
-        if parts.storage._slot_generations is not None or self._dim_extend >= parts.storage.ndim:
+        if (
+            parts.storage._slot_generations is not None
+            or self._dim_extend >= parts.storage.ndim
+        ):
             return None
-        if self._recorder[0] is None or self._recorder[0]() is not plan or self._recorder[1] is not stats:
+        if (
+            self._recorder[0] is None
+            or self._recorder[0]() is not plan
+            or self._recorder[1] is not stats
+        ):
             bind = compiled_form(stats, "bind_record")
-            self._recorder = ref(plan), stats, None if bind is None else bind(plan.rows.layout)
-        record, lanes, dim = self._recorder[2], plan.ring.lanes, self.dim_extend if how == "extend" else 0
+            self._recorder = (
+                ref(plan),
+                stats,
+                None if bind is None else bind(plan.rows.layout),
+            )
+        record, lanes, dim = (
+            self._recorder[2],
+            plan.ring.lanes,
+            self.dim_extend if how == "extend" else 0,
+        )
         count = data.shape[dim] if how == "extend" else 1
-        return record and partial(record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1))
+        return record and partial(
+            record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1)
+        )
 
     def _write_now(
-        self, data: TensorDictBase, how: str, update_priority: bool, lanes: object, record: WriteRecord | None = None
+        self,
+        data: TensorDictBase,
+        how: str,
+        update_priority: bool,
+        lanes: object,
+        record: WriteRecord | None = None,
     ) -> Any:
         """Check and transform the data, let the writer write it, and tell the sampler.
 
@@ -1018,39 +1299,74 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if self.parts is None or self._service_shutdown:
             self._refuse_shut_down()
             self._initialize()
-        rows, transforms = self._storage.rows, torchrl_parts.modules_of(self.parts.transforms)
-        is_plain = type(data) is TensorDict and rows is not None and len(plain_entries(data)) == len(rows.layout.names)
+        rows, transforms = (
+            self._storage.rows,
+            torchrl_parts.modules_of(self.parts.transforms),
+        )
+        is_plain = (
+            type(data) is TensorDict
+            and rows is not None
+            and len(plain_entries(data)) == len(rows.layout.names)
+        )
         if not is_plain or transforms:
             data = writing.without_report(data)
         if lanes is not None:
             if fault := self.parts.fault_of_lanes:
                 raise TypeError(f"lanes= {fault}")
         elif self.parts.writes_generally:
-            return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
+            return (
+                super().add(data)
+                if how == "add"
+                else super().extend(data, update_priority=update_priority)
+            )
         if not is_plain or transforms:
             data = self._prepared(data, self._lead_dims(how, lanes))
             if data is None:  # a transform may hold back data
-                return torch.zeros((0, self._storage.ndim), dtype=torch.long, device="cpu")
+                return torch.zeros(
+                    (0, self._storage.ndim), dtype=torch.long, device="cpu"
+                )
         elif self.parts.prioritized is not None:
             key = self.priority_key
             update_priority &= key in rows.layout.names or key in rows.layout.places
         time_dim = self._dim_extend if how == "extend" and lanes is None else 0
         with self._storage.lock:
-            parts, storage = self.parts, self._storage  # under the lock: another thread may have replaced a part
+            # under the lock: another thread may have replaced a part
+            parts, storage = self.parts, self._storage
             writer, td_error = parts.writer, None
-            is_direct = parts.writes_directly and storage._slot_generations is None and self._dim_extend < storage.ndim
+            is_direct = (
+                parts.writes_directly
+                and storage._slot_generations is None
+                and self._dim_extend < storage.ndim
+            )
             if time_dim and (not is_direct or data.ndim <= time_dim):
                 if data.ndim <= time_dim:
                     refuse_shape(data, storage.ndim)
-                data, time_dim = reshaped(data, lambda data: data.transpose(time_dim, 0)), 0
+                data, time_dim = (
+                    reshaped(data, lambda data: data.transpose(time_dim, 0)),
+                    0,
+                )
             if update_priority and parts.prioritized is not None:
-                td_error = self._errors_in(data, self._lead_dims(how, lanes), time_dim, parts.prioritized.reduction)
+                td_error = self._errors_in(
+                    data,
+                    self._lead_dims(how, lanes),
+                    time_dim,
+                    parts.prioritized.reduction,
+                )
             if is_direct:
                 index = storage.advance(
-                    data, writer.planned, single=how == "add", lanes=lanes, lanes_first=time_dim == 1, record=record
+                    data,
+                    writer.planned,
+                    single=how == "add",
+                    lanes=lanes,
+                    lanes_first=time_dim == 1,
+                    record=record,
                 )
             else:
-                index = getattr(writer, how)(data) if lanes is None else writer.append(lanes, data)
+                index = (
+                    getattr(writer, how)(data)
+                    if lanes is None
+                    else writer.append(lanes, data)
+                )
             if how in parts.notices:
                 getattr(parts.sampler, how)(index)
             if td_error is not None and parts.prioritized is not None:
@@ -1058,7 +1374,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return index
 
     def _prepared(self, data: TensorDictBase, dims: int) -> Any:
-        """Transform data whose first ``dims`` dims index rows, and check the entries that the rows may not have."""
+        """Transform data whose first ``dims`` dims index rows, and check the entries
+        that the rows may not have."""
         if torchrl_parts.modules_of(self.parts.transforms):
             with _set_dispatch_td_nn_modules(True):
                 data = self.transform.inv(data)
@@ -1071,8 +1388,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 writing.warn_of_long_rows(self.parts, data, dims)
         return data
 
-    def _errors_in(self, data: TensorDictBase, dims: int, time_dim: int, reduction: str) -> torch.Tensor | None:
-        """Return one TD error for each row of the data, in the order of their index; None if there are none."""
+    def _errors_in(
+        self, data: TensorDictBase, dims: int, time_dim: int, reduction: str
+    ) -> torch.Tensor | None:
+        """Return one TD error for each row of the data, in the order of their index;
+        None if there are none."""
         td_error = data.get(self.priority_key, None)
         if td_error is None:
             return None
@@ -1088,7 +1408,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         parts = self.parts
         if parts is None:
             return True
-        bind = None if parts.prioritized is None else compiled_form(parts.prioritized, "entry_loop")
+        bind = (
+            None
+            if parts.prioritized is None
+            else compiled_form(parts.prioritized, "entry_loop")
+        )
         loop = None if bind is None else bind()
         if parts.prioritized is not None and loop is not None:
             parts.prioritized.priorities.move_to(parts.storage)
@@ -1096,26 +1420,35 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
     def _with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
-        """Add trajectory ids of 0 to data without ids if the rows have an entry for them.
+        """Add trajectory ids of 0 to data without ids if the rows have an entry for
+        them.
 
-        Rows that are shared have one, see :meth:`from_env`. A loop of one's own writes no ids: its trajectories end at
-        the done flags. The first ``dims`` dims of the data index rows.
+        Rows that are shared have one, see :meth:`from_env`. A loop of one's own writes
+        no ids: its trajectories end at the done flags. The first ``dims`` dims of the
+        data index rows.
         """
         layout = self.storage.layout
-        if layout is None or TRAJ_KEY not in layout.places or data.get(TRAJ_KEY, None) is not None:
+        if (
+            layout is None
+            or TRAJ_KEY not in layout.places
+            or data.get(TRAJ_KEY, None) is not None
+        ):
             return data
         ids = torch.zeros(data.batch_size[:dims], dtype=torch.int64, device="cpu")
         return data.copy().set(TRAJ_KEY, ids)
 
     @property
     def takes_lanes(self) -> bool:
-        """Whether single lanes can be written (the storage is ``[T, E]``, and the writer allows it)."""
+        """Whether single lanes can be written (the storage is ``[T, E]``, and the
+        writer allows it)."""
         return not self._initialize().fault_of_lanes
 
     def lane(self, lane: int) -> Lane:
-        """Return a handle that writes and reads lane ``lane`` of a buffer ``[T, E]``, for one actor.
+        """Return a handle that writes and reads lane ``lane`` of a buffer ``[T, E]``,
+        for one actor.
 
-        The first write of each handle begins an episode, see :class:`~rlbuf_td.buffers.lane.Lane`.
+        The first write of each handle begins an episode, see
+        :class:`~rlbuf_td.buffers.lane.Lane`.
 
         Raises:
             ValueError: the buffer has no lanes, or their number is not known yet.
@@ -1123,26 +1456,39 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         return Lane(self, lane)
 
-    def write_back(self, batch: TensorDictBase, keys: object, *, sampled_at: torch.Tensor | None = None) -> int:
-        """Write entries of a sampled batch, such as recurrent states, to its rows; return the number of rows written.
+    def write_back(
+        self,
+        batch: TensorDictBase,
+        keys: object,
+        *,
+        sampled_at: torch.Tensor | None = None,
+    ) -> int:
+        """Write entries of a sampled batch, such as recurrent states, to its rows;
+        return the number of rows written.
 
-        Rows that have been replaced since they were sampled are skipped, and so is the padding of sequences. If a row
-        is in the batch several times, the last entry is stored. Age and priorities of the rows do not change. Any
-        thread may call this method. A process that is killed during the call may leave the entries half written.
+        Rows that have been replaced since they were sampled are skipped, and so is the
+        padding of sequences. If a row is in the batch several times, the last entry is
+        stored. Age and priorities of the rows do not change. Any thread may call this
+        method. A process that is killed during the call may leave the entries half
+        written.
 
         Args:
-            batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
-            keys: the keys of the entries, or one key. Rows and batch must have these keys with equal dtypes and shapes.
-            sampled_at: the stamps of the batch's rows, ``rb.storage.stamps(batch["index"])``, taken before other rows
-                are written. Batches of prioritized samplers do not need this argument, because they have an entry
-                ``"sampled_at"``.
+            batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its
+                ``"index"``.
+            keys: the keys of the entries, or one key. Rows and batch must have these
+                keys with equal dtypes and shapes.
+            sampled_at: the stamps of the batch's rows,
+                ``rb.storage.stamps(batch["index"])``, taken before other rows are
+                written. Batches of prioritized samplers do not need this argument,
+                because they have an entry ``"sampled_at"``.
 
         Raises:
-            SchemaError: a key is missing in the rows or in the batch, or its dtypes or shapes differ; nothing has
-                changed.
-            KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
-            ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has
-                changed.
+            SchemaError: a key is missing in the rows or in the batch, or its dtypes or
+                shapes differ; nothing has changed.
+            KeyError: the batch has no index, or its sampling time is unknown; nothing
+                has changed.
+            ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined
+                several steps; nothing has changed.
             ShutDown: the buffer has been shut down.
 
         Cost: O(B * bytes of the entries); on CUDA, also a
@@ -1164,7 +1510,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _checked_entries(
         self, batch: TensorDictBase, keys: object, sampled_at: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[str, ...], torch.Tensor]]:
-        """Raise the errors of :meth:`write_back`; return the index, the stamps and the entries, by row."""
+        """Raise the errors of :meth:`write_back`; return the index, the stamps and the
+        entries, by row."""
         self._refuse_shut_down()
         parts = self.parts or self._initialize()
         storage, dims = parts.storage, batch.ndim
@@ -1177,12 +1524,26 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 if index is None
                 else "rows may have been replaced since it was sampled"
             )
-            remedy = "" if index is None else ": read rb.storage.stamps(index) then, and pass it as sampled_at="
-            raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
+            remedy = (
+                ""
+                if index is None
+                else ": read rb.storage.stamps(index) then, and pass it as sampled_at="
+            )
+            raise KeyError(
+                f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}"
+            )
         names = writing.listed(keys)
-        if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
-            raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
-        values = {key: writing.entry_by_row(storage, batch, key, inner) for key in names}
+        if (
+            parts.wrapper is not None
+            and any(key[0] == "next" for key in names)
+            and joins_steps(parts.wrapper)
+        ):
+            raise ValueError(
+                "cannot write back 'next' entries of n-step transitions: they belong to later rows"
+            )
+        values = {
+            key: writing.entry_by_row(storage, batch, key, inner) for key in names
+        }
         if sampled_at is not None:
             writing.refuse_other_stamps(stamp, batch.batch_size[: dims - inner])
             stamp = stamp.reshape(*stamp.shape, *[1] * inner).expand(batch.batch_size)
@@ -1195,7 +1556,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         stamp: torch.Tensor,
         values: dict[tuple[str, ...], torch.Tensor],
     ) -> int:
-        """Write the result of :meth:`_checked_entries`; return the number of rows written."""
+        """Write the result of :meth:`_checked_entries`; return the number of rows
+        written."""
         parts, storage, dims = self.parts, self.storage, batch.ndim
         inner = inner_dims(storage, dims)
         with storage.lock:
@@ -1206,28 +1568,39 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if "mask" in parts.report_keys and "mask" in batch.keys():
                 kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
             flat = flat[kept]
-            storage.edit_entries(flat, {key: value[kept] for key, value in values.items()})
+            storage.edit_entries(
+                flat, {key: value[kept] for key, value in values.items()}
+            )
             episodes = storage.episodes
-            if episodes is not None and {*episodes.flags, episodes.id_key} & values.keys():
-                torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
+            if (
+                episodes is not None
+                and {*episodes.flags, episodes.id_key} & values.keys()
+            ):
+                # data derived from these entries is then computed again
+                torchrl_parts.count_change(storage)
         return len(flat)
 
     def set_at_(self, key: NestedKey, value: object, index: object) -> Self:
         """Set the entry ``key`` of the rows at ``index``; return the buffer.
 
-        The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``. If the buffer reads them as
-        ``[E, T]`` (``dim_extend=1``, the default with ``ndim=2``), ``index`` must be the coordinates of rows, one
-        integer or one list of integers per dim, as a batch's ``"index"`` has them: ``rb.set_at_(key, value, (t, e))``.
+        The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if
+        ``ndim=2``. If the buffer reads them as ``[E, T]`` (``dim_extend=1``, the
+        default with ``ndim=2``), ``index`` must be the coordinates of rows, one integer
+        or one list of integers per dim, as a batch's ``"index"`` has them:
+        ``rb.set_at_(key, value, (t, e))``.
 
         Raises:
-            NotImplementedError: ``index`` would name other rows than in ``rb[index]`` (a slice or mask, for example).
+            NotImplementedError: ``index`` would name other rows than in ``rb[index]``
+                (a slice or mask, for example).
             KeyError: the rows have no entry ``key``.
-            IndexError: ``index`` is out of range, or names rows that a shorter lane lacks.
+            IndexError: ``index`` is out of range, or names rows that a shorter lane
+                lacks.
             RuntimeError: ``value`` has the wrong shape.
             ShutDown: the buffer has been shut down.
             SchemaError: the dtype of the rows would round a whole number in ``value``.
 
-        After an error, nothing has changed. A process that is killed in the call may leave the entries half written.
+        After an error, nothing has changed. A process that is killed in the call may
+        leave the entries half written.
         """
         self._refuse_shut_down()
         key = nested_key(key)
@@ -1241,7 +1614,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return self
 
     def set_(self, *_: object, **__: object) -> NoReturn:
-        """Raise a NotImplementedError, as ``update_`` does: ``rb[key] = value`` takes what ``rb[key]`` gives."""
+        """Raise a NotImplementedError, as ``update_`` does: ``rb[key] = value`` takes
+        what ``rb[key]`` gives."""
         raise NotImplementedError(
             "set_ and update_ have another form here: use rb[key] = value, which takes what rb[key] gives"
         )
@@ -1251,48 +1625,71 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def __setitem__(self, index: object, value: object) -> None:
         """Set the rows at ``index``, in the shape in which ``rb[index]`` reads them.
 
-        If ``index`` is a key, set the entry with this key in all rows: ``[T, ...]``, or ``[E, T, ...]`` if ``ndim=2``.
+        If ``index`` is a key, set the entry with this key in all rows: ``[T, ...]``, or
+        ``[E, T, ...]`` if ``ndim=2``.
         """
         self._refuse_shut_down()
         if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
-            self.storage.edit_all(lambda data: data.transpose(self.dim_extend, 0).set_(index, value))
+            self.storage.edit_all(
+                lambda data: data.transpose(self.dim_extend, 0).set_(index, value)
+            )
         else:
             super().__setitem__(index, value)
 
     def _refuse_rounding(self, values: Any) -> None:
-        """Raise a SchemaError if an edit with these entries would round whole numbers, see :func:`refuse_rounding`."""
+        """Raise a SchemaError if an edit with these entries would round whole numbers,
+        see :func:`refuse_rounding`."""
         layout = self.storage.layout
         for path, value in walk(values):
             key = unravel_key(path)
             key = (key,) if isinstance(key, str) else key
-            if layout is not None and isinstance(value, torch.Tensor) and key in layout.places:
+            if (
+                layout is not None
+                and isinstance(value, torch.Tensor)
+                and key in layout.places
+            ):
                 dtype = layout.leaves[layout.places[key]].dtype
-                refuse_rounding(key, value, dtype, f"cast it with .to({dtype}), or store it in float64")
+                refuse_rounding(
+                    key,
+                    value,
+                    dtype,
+                    f"cast it with .to({dtype}), or store it in float64",
+                )
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown and self._storage.is_closed:
-            remedy = "make another one (PackedStorage(reopen=True) continues rows in a file)"
-            raise waiting.ShutDown(f"the buffer has been closed, and its rows are released: {remedy}")
+            remedy = (
+                "make another one (PackedStorage(reopen=True) continues rows in a file)"
+            )
+            raise waiting.ShutDown(
+                f"the buffer has been closed, and its rows are released: {remedy}"
+            )
         if self._service_shutdown:
-            allowed = "rows can be read and saved, but no longer sampled, written or edited"
+            allowed = (
+                "rows can be read and saved, but no longer sampled, written or edited"
+            )
             raise waiting.ShutDown(f"the buffer has been shut down: {allowed}")
 
     def mark_update(self, index: object) -> None:
-        """Tell the sampler that the rows at ``index`` were written; writers call this method."""
+        """Tell the sampler that the rows at ``index`` were written; writers call this
+        method."""
         with self._locked():
             super().mark_update(index)
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Remove all rows and priorities, and keep the schema; flow control starts again.
+        """Remove all rows and priorities, and keep the schema; flow control starts
+        again.
 
-        Other buffers over the same storage then have no rows and priorities either, and write from the first row on.
+        Other buffers over the same storage then have no rows and priorities either, and
+        write from the first row on.
 
         Args:
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
         """
         with self._fully_locked(), defer_sigint:
-            torchrl_parts.empty_part(self._storage)  # first: without rows, whatever else is left is known to be old
+            # first: without rows, whatever else is left is known to be old
+            torchrl_parts.empty_part(self._storage)
             super().empty(empty_write_count)
             for other in torchrl_parts.listeners_of(self._storage):
                 if isinstance(other, TensorDictReplayBuffer) and other is not self:
@@ -1304,18 +1701,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     # -- priorities
 
     def update_priority(self, index: object, priority: object) -> None:
-        """Set the priorities of rows from the magnitudes of TD errors, even if the rows were replaced after sampling.
+        """Set the priorities of rows from the magnitudes of TD errors, even if the rows
+        were replaced after sampling.
 
         Args:
-            index: positions of rows, or the index that :meth:`extend` or :meth:`sample` returns.
-            priority: one TD error per row, in the order of ``index``, or one TD error for all rows.
+            index: positions of rows, or the index that :meth:`extend` or :meth:`sample`
+                returns.
+            priority: one TD error per row, in the order of ``index``, or one TD error
+                for all rows.
 
         Raises:
-            ValueError: the number of TD errors is wrong, or a TD error is NaN or infinite; all priorities are
-                unchanged.
+            ValueError: the number of TD errors is wrong, or a TD error is NaN or
+                infinite; all priorities are unchanged.
             IndexError: a row is out of range; all priorities are unchanged.
 
-        On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
+        On CUDA, rows that are out of range, or have a NaN or infinite TD error, are
+        skipped instead.
         """
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
@@ -1327,19 +1728,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             parts.prioritized.update_priority(index, priority, storage=parts.storage)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of the rows of a batch from its TD errors; without a prioritized sampler, do nothing.
+        """Set the priorities of the rows of a batch from its TD errors; without a
+        prioritized sampler, do nothing.
 
-        Rows that have been replaced since the batch was sampled keep their priorities, and :meth:`health` counts them.
-        If a batch has no entry ``"sampled_at"``, the priorities of all its rows are set.
+        Rows that have been replaced since the batch was sampled keep their priorities,
+        and :meth:`health` counts them. If a batch has no entry ``"sampled_at"``, the
+        priorities of all its rows are set.
 
         Args:
-            data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"`` and with TD errors at
-                ``priority_key``. If a row has several TD errors, the sampler's ``reduction`` combines their magnitudes.
+            data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``
+                and with TD errors at ``priority_key``. If a row has several TD errors,
+                the sampler's ``reduction`` combines their magnitudes.
 
         Raises:
             KeyError: the batch has no TD errors, or no index.
-            ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, the row is skipped
-                instead.
+            ValueError: a TD error is NaN or infinite; all priorities are unchanged. On
+                CUDA, the row is skipped instead.
         """
         parts = self.parts or self._initialize()
         if parts.prioritized is None or parts.has_units:
@@ -1347,25 +1751,38 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
-        self._update_sampled(*parts.errors_of(data, len(data.batch_size), self.priority_key))
+        self._update_sampled(
+            *parts.errors_of(data, len(data.batch_size), self.priority_key)
+        )
 
     def _update_sampled(
-        self, index: torch.Tensor, td_error: torch.Tensor, stamp: torch.Tensor | None, windows: Windows | None = None
+        self,
+        index: torch.Tensor,
+        td_error: torch.Tensor,
+        stamp: torch.Tensor | None,
+        windows: Windows | None = None,
     ) -> None:
-        """Update the priorities of rows, except of those that are gone since they got their stamp."""
+        """Update the priorities of rows, except of those that are gone since they got
+        their stamp."""
         with self.parts.storage.lock:
             parts = self.parts
-            if parts.prioritized is not None:  # another thread may have replaced the sampler
-                stale = parts.prioritized.update_sampled(index, td_error, stamp, parts.storage, windows)
+            # another thread may have replaced the sampler
+            if parts.prioritized is not None:
+                stale = parts.prioritized.update_sampled(
+                    index, td_error, stamp, parts.storage, windows
+                )
                 if type(stale) is not int or stale:
                     self.stale_updates.add(stale)
 
     # -- reads
 
     def _initialize_prioritized_sampler(self) -> None:
-        """Give the rows that a storage already holds a priority; TorchRL's constructor calls this method."""
+        """Give the rows that a storage already holds a priority; TorchRL's constructor
+        calls this method."""
         if isinstance(self._sampler, PrioritizedSampler) and len(self._storage):
-            self._sampler.mark_update(written_rows(self._storage), storage=self._storage)
+            self._sampler.mark_update(
+                written_rows(self._storage), storage=self._storage
+            )
 
     def __len__(self) -> int:
         """Return the number of stored rows."""
@@ -1377,43 +1794,60 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return torchrl_parts.is_full(self.storage)
 
     def chronological(self, *, flat: bool = False) -> TensorDictBase:
-        """Return a copy of all rows, transformed and oldest first: ``[T]``, or ``[T, E]`` if ``ndim=2``.
+        """Return a copy of all rows, transformed and oldest first: ``[T]``, or
+        ``[T, E]`` if ``ndim=2``.
 
         Args:
-            flat: return ``[T * E]``, in time order, instead of ``[T, E]``. If lanes have unlike numbers of time steps,
-                return ``[N]``, lane after lane, each in time order.
+            flat: return ``[T * E]``, in time order, instead of ``[T, E]``. If lanes
+                have unlike numbers of time steps, return ``[N]``, lane after lane, each
+                in time order.
 
         Raises:
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
-            ValueError: lanes have unlike numbers of time steps, see :meth:`lane`, and ``flat`` is not set.
+            ValueError: lanes have unlike numbers of time steps, see :meth:`lane`, and
+                ``flat`` is not set.
         """
-        if flat and row_count(self.storage) < len(self.storage) and self.storage.in_time_order:
+        if (
+            flat
+            and row_count(self.storage) < len(self.storage)
+            and self.storage.in_time_order
+        ):
             with self._locked():
-                data = self._storage.gather(self._storage.ring.cells_by_age().to(self._storage.device))
+                data = self._storage.gather(
+                    self._storage.ring.cells_by_age().to(self._storage.device)
+                )
             return self._transformed(data)
         return self._newest(None, flat=flat)
 
     def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:
-        """Return a copy of the newest ``n`` time steps, transformed and oldest first: ``[n]``, or ``[n, E]`` if
-        ``ndim=2``.
+        """Return a copy of the newest ``n`` time steps, transformed and oldest first:
+        ``[n]``, or ``[n, E]`` if ``ndim=2``.
 
         Args:
             n: the number of time steps, at least 1; ``None`` returns all.
             flat: return ``[n * E]``, in time order, instead of ``[n, E]``.
 
         Raises:
-            ValueError: ``n`` is below 1, or above the number of time steps that each lane has; or ``n`` is ``None`` and
-                lanes have unlike numbers of time steps, see :meth:`lane`.
+            ValueError: ``n`` is below 1, or above the number of time steps that each
+                lane has; or ``n`` is ``None`` and lanes have unlike numbers of time
+                steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
         """
         return self._newest(n, flat=flat)
 
-    def _newest(self, n: int | None, lane: int | None = None, *, flat: bool = False) -> TensorDictBase:
-        """See :meth:`last`, which reads all lanes, and :meth:`Lane.last`, which reads one."""
+    def _newest(
+        self, n: int | None, lane: int | None = None, *, flat: bool = False
+    ) -> TensorDictBase:
+        """See :meth:`last`, which reads all lanes, and :meth:`Lane.last`, which reads
+        one."""
         with self._locked():
-            storage, ring, kind = self._storage, self._storage.ring, type(self._writer).__name__
+            storage, ring, kind = (
+                self._storage,
+                self._storage.ring,
+                type(self._writer).__name__,
+            )
             if not isinstance(self._writer, RoundRobinWriter):
                 raise TypeError(f"a {kind} keeps no order of age; use a RingWriter")
             if not storage.in_time_order:
@@ -1424,25 +1858,33 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             counts = ring.count if lane is None else ring.count[lane : lane + 1]
             least, most = int(counts.min()), int(counts.max())
             if n is None and least < most:
-                remedy = "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
+                remedy = (
+                    "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
+                )
                 remedy += f", or at most rb.last({least})" * (least > 0)
-                raise ValueError(f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}")
+                raise ValueError(
+                    f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}"
+                )
             if n is not None and not 1 <= n <= least:
                 raise ValueError(
-                    f"cannot return the last {n} time steps: {least} are stored" + " in a lane" * (least < most)
+                    f"cannot return the last {n} time steps: {least} are stored"
+                    + " in a lane" * (least < most)
                 )
             if not least:
                 raise RuntimeError(f"lane {lane} is empty: write to it first")
             taken = np.zeros_like(ring.count)
             taken[slice(None) if lane is None else lane] = n or least
-            cells = ring.newest_cells(taken).view(len(counts), -1).t().flatten()  # lane after lane; then by age
+            # lane after lane; then by age
+            cells = ring.newest_cells(taken).view(len(counts), -1).t().flatten()
             data = storage.gather(cells.to(storage.device))
         data = data if flat or lane is not None else data.view(-1, *storage.lanes)
-        return self._transformed(data if storage.row_class is None else storage.row_class.wrap(data))
+        return self._transformed(
+            data if storage.row_class is None else storage.row_class.wrap(data)
+        )
 
     def health(self) -> dict[str, float]:
-        """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains
-        them.
+        """Return statistics of the buffer and its batches as a flat dict;
+        :mod:`rlbuf_td.diagnostics.health` explains them.
 
         Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
         """
@@ -1462,29 +1904,38 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         action_space: object = None,
         **kwargs: object,
     ) -> Any:
-        """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
+        """Write all rows as a new Minari data set on this machine (needs the extra
+        ``minari``).
 
-        An episode ends at a ``done`` row, and where ``("collector", "traj_ids")`` changes. Environments are written one
-        after the other, each from its oldest to its newest episode. Observations, actions, rewards, ``terminated``,
-        ``truncated`` and infos are written without transforms. Other entries, such as a policy's outputs, are omitted.
+        An episode ends at a ``done`` row, and where ``("collector", "traj_ids")``
+        changes. Environments are written one after the other, each from its oldest to
+        its newest episode. Observations, actions, rewards, ``terminated``,
+        ``truncated`` and infos are written without transforms. Other entries, such as a
+        policy's outputs, are omitted.
 
         Args:
             dataset_id: the name of the data set, ``"namespace/name-v0"``.
-            env: the Gymnasium environment, its name or its spec; the data set stores the spec.
-            observation_space: the Gymnasium space of observations, default: that of ``env``.
+            env: the Gymnasium environment, its name or its spec; the data set stores
+                the spec.
+            observation_space: the Gymnasium space of observations, default: that of
+                ``env``.
             action_space: the Gymnasium space of actions, default: that of ``env``.
-            **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is
-                ``False`` here, so that images are stored without loss.
+            **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default
+                of ``jpeg_encoding`` is ``False`` here, so that images are stored
+                without loss.
 
         Returns:
             the ``MinariDataset``.
 
         Raises:
             ImportError: Minari is not installed.
-            ValueError: neither ``env`` nor both spaces are given, the name has no version, a data set of this name
-                exists, or the rows are not in time order. A ValueError is also raised if a next observation differs
-                from the observation in the following row of the episode, because Minari stores only one of them.
-            SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
+            ValueError: neither ``env`` nor both spaces are given, the name has no
+                version, a data set of this name exists, or the rows are not in time
+                order. A ValueError is also raised if a next observation differs from
+                the observation in the following row of the episode, because Minari
+                stores only one of them.
+            SchemaError: the rows lack an entry that the data set needs, or an entry has
+                another shape than its space.
             KeyError: the rows have neither ``done`` flags nor trajectory ids.
             RuntimeError: the buffer is empty.
 
@@ -1498,18 +1949,29 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         spaces = minari_data.spaces_of(env, observation_space, action_space)
         with self._locked():
-            return minari_data.export_minari(self._storage, dataset_id, env, spaces, kwargs)
+            return minari_data.export_minari(
+                self._storage, dataset_id, env, spaces, kwargs
+            )
 
     def __repr__(self) -> str:
         name = type(self).__name__
         if not self.initialized:
             return f"{name}(not initialized)"
         named: list[tuple[str, object]]
-        named = [("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer)]
+        named = [
+            ("storage", self._storage),
+            ("sampler", self._sampler),
+            ("writer", self._writer),
+        ]
         if len(self.parts.transforms):
             named.append(("transform", self._transform))
-        lines = [f"{part_name}={part!r},".replace("\n", "\n    ") for part_name, part in named]
-        lines.append(f"batch_size={self._batch_size}, fill={row_count(self._storage) / self._storage.max_size:.1%}")
+        lines = [
+            f"{part_name}={part!r},".replace("\n", "\n    ")
+            for part_name, part in named
+        ]
+        lines.append(
+            f"batch_size={self._batch_size}, fill={row_count(self._storage) / self._storage.max_size:.1%}"
+        )
         lines.append(f"compiled: {self.compiled}")
         return f"{name}(\n    " + "\n    ".join(lines) + "\n)"
 
@@ -1519,52 +1981,66 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     # -- saving and loading
 
     def dumps(self, path: str | Path) -> None:
-        """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
+        """Save rows, priorities, counters, trajectories and random generators in the
+        folder ``path``.
 
-        If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
-        changed since the previous dump is neither written nor read again: if the disk has damaged it meanwhile, a load
-        refuses the new dump, too. The folder holds JSON and the bytes of tensors. TorchRL's buffers cannot load a dump;
-        ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
+        If the process is killed during the call, either the previous dump or the new
+        dump is intact. Data that has not changed since the previous dump is neither
+        written nor read again: if the disk has damaged it meanwhile, a load refuses the
+        new dump, too. The folder holds JSON and the bytes of tensors. TorchRL's buffers
+        cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a
+        TorchRL buffer.
 
         Args:
             path: the folder, created if missing. Other files in the folder are kept.
 
         Raises:
-            CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
-                ``manifest.json`` of another program.
-            OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
+            CheckpointError: a component cannot be saved without pickle, ``path`` is a
+                file, or the folder has a ``manifest.json`` of another program.
+            OSError: a file cannot be written (the disk is full, for example); the
+                previous dump is intact.
         """
         dump_buffer(self, path)
 
     def loads(self, path: str | Path, *, rows_only: bool = False) -> None:
-        """Replace the rows and the state of this buffer by those of a dump that :meth:`dumps` has written.
+        """Replace the rows and the state of this buffer by those of a dump that
+        :meth:`dumps` has written.
 
-        With equal capacities, this buffer then draws the batches that the saved buffer would have drawn next. If the
-        saved buffer had no ``generator``, equal batches also need the state of torch's default generator,
-        ``torch.get_rng_state()``. Checksums of all files are verified first, and no code from the dump is executed.
+        With equal capacities, this buffer then draws the batches that the saved buffer
+        would have drawn next. If the saved buffer had no ``generator``, equal batches
+        also need the state of torch's default generator, ``torch.get_rng_state()``.
+        Checksums of all files are verified first, and no code from the dump is
+        executed.
 
-        Storage, sampler and writer must have the same classes as in the saved buffer; ``prefetch``, ``device`` and
-        transforms may differ. A :class:`PackedStorage` may have another capacity, but not in a :class:`RolloutBuffer`,
-        and not with ``track_generations=True`` (``rows_only`` loads these rows). The rows are then read into RAM and
-        written to this buffer in order of age, with their priorities; epochs begin anew, and all rows are fresh. If the
-        saved rows exceed the capacity, the oldest are dropped, with a warning. A load ends unfinished trajectories that
-        have ids (``("collector", "traj_ids")``), because new collectors may use the same ids again. Batches that were
-        drawn ahead are drawn anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips them in this epoch
-        (use a :class:`MinibatchSampler`). Flow control goes on from the saved counts if its settings are the same;
-        otherwise the rows count as written, and as sampled as often as ``samples_per_insert`` asks.
+        Storage, sampler and writer must have the same classes as in the saved buffer;
+        ``prefetch``, ``device`` and transforms may differ. A :class:`PackedStorage` may
+        have another capacity, but not in a :class:`RolloutBuffer`, and not with
+        ``track_generations=True`` (``rows_only`` loads these rows). The rows are then
+        read into RAM and written to this buffer in order of age, with their priorities;
+        epochs begin anew, and all rows are fresh. If the saved rows exceed the
+        capacity, the oldest are dropped, with a warning. A load ends unfinished
+        trajectories that have ids (``("collector", "traj_ids")``), because new
+        collectors may use the same ids again. Batches that were drawn ahead are drawn
+        anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips them in
+        this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the
+        saved counts if its settings are the same; otherwise the rows count as written,
+        and as sampled as often as ``samples_per_insert`` asks.
 
         Args:
             path: the folder of the dump.
-            rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
-                class, and the writer may be any ``RoundRobinWriter``.
+            rows_only: load only the rows; the sampler treats these rows as newly
+                written. The sampler may then have any class, and the writer may be any
+                ``RoundRobinWriter``.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
+            CheckpointError: a file is missing or damaged, or the dump does not fit; the
+                buffer is unchanged.
         """
         load_buffer(self, path, rows_only=rows_only)
 
     def state_dict(self) -> State:
-        """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
+        """Return a copy of the rows and of the state of all components, as tensors and
+        plain Python values."""
         self._initialize()
         with at_rest(self):
             return capture(self, copies=True)
@@ -1573,63 +2049,87 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Restore the state of :meth:`state_dict`; flow control as in :meth:`loads`.
 
         Raises:
-            ValueError: the state belongs to another class of storage, sampler or writer, its rows do not fit, or one of
-                its numbers is wrong.
+            ValueError: the state belongs to another class of storage, sampler or
+                writer, its rows do not fit, or one of its numbers is wrong.
 
         After an error, the buffer is unchanged.
         """
         self._initialize()
         with state_of(self):
             refuse(self, state_dict)
-        self.synchronize()  # before the other locks are taken: prefetching threads need them
+        # before the other locks are taken: prefetching threads need them
+        self.synchronize()
         with self._fully_locked():  # no thread sees a mixture of two states
             self._storage.examine(state_dict["_storage"])
-            restore(self, state_dict, lambda: self._storage.load_state_dict(state_dict["_storage"]))
+            restore(
+                self,
+                state_dict,
+                lambda: self._storage.load_state_dict(state_dict["_storage"]),
+            )
 
     # -- processes and threads
 
     def share(self, shared: bool = True) -> Self:
-        """Share this buffer with processes that are later forked, or spawned with the buffer as an argument.
+        """Share this buffer with processes that are later forked, or spawned with the
+        buffer as an argument.
 
-        Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a
-        lock runs these calls one at a time. If a process is killed during a write, the lock is released; the new rows
-        are missing, and those that they were about to replace may be gone. Each process has its own random generator,
-        and its own position in an epoch. The storage, sampler and writer of a shared buffer cannot be replaced.
-        TorchRL's collectors with several workers call this method.
+        Rows, counters and priorities move to shared memory. Every process may write,
+        sample and update priorities; a lock runs these calls one at a time. If a
+        process is killed during a write, the lock is released; the new rows are
+        missing, and those that they were about to replace may be gone. Each process has
+        its own random generator, and its own position in an epoch. The storage, sampler
+        and writer of a shared buffer cannot be replaced. TorchRL's collectors with
+        several workers call this method.
 
         Args:
             shared: ``False`` does nothing, because sharing cannot be undone.
 
-        Cost: about 5 us more per write, sample or update. If a process dies while it holds the lock, the next call
-        takes O(N) for N rows.
+        Cost: about 5 us more per write, sample or update. If a process dies while it
+        holds the lock, the next call takes O(N) for N rows.
 
         Raises:
             ValueError: the rows are on a CUDA device.
-            MemoryError: the written rows or the priorities do not fit into shared memory; nothing has changed.
-            RuntimeError: the operating system has no locks that survive the death of a process (Windows).
+            MemoryError: the written rows or the priorities do not fit into shared
+                memory; nothing has changed.
+            RuntimeError: the operating system has no locks that survive the death of a
+                process (Windows).
         """
         storage = vars(self).get("_storage")
-        if storage is None:  # TorchRL's constructor calls this method before it makes the parts; `_begin` calls again
+        # TorchRL's constructor calls this method before it makes the parts; `_begin`
+        # calls again
+        if storage is None:
             return super().share(shared)
         if not shared:
             return self
-        is_shared = self.shared and "_write_lock" in vars(self)  # the constructor sets only the first
+        # the constructor sets only the first
+        is_shared = self.shared and "_write_lock" in vars(self)
         with storage.lock:
             if storage.is_reserved:
                 self._complete_reserved()
             self._share_parts()
             self.stale_updates.share_memory_()
             self.returned.share_memory_()
-            if not is_shared:  # TorchRL would replace the semaphores that other processes have
+            # TorchRL would replace the semaphores that other processes have
+            if not is_shared:
                 super().share(True)
-            self._write_lock = nullcontext()  # the storage's lock also works between processes
+            # the storage's lock also works between processes
+            self._write_lock = nullcontext()
         return self
 
     def _complete_reserved(self) -> None:
-        """Add the entries that recorders, collectors and the writer will write to the reserved rows."""
+        """Add the entries that recorders, collectors and the writer will write to the
+        reserved rows."""
         storage, layout = self._storage, self._storage.all_rows().layout
-        schema = layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
-        more = self._writer.added_entries(schema) if isinstance(self._writer, RolloutWriter) else {}
+        schema = layout.unpack(
+            torch.empty(
+                (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
+            )
+        )
+        more = (
+            self._writer.added_entries(schema)
+            if isinstance(self._writer, RolloutWriter)
+            else {}
+        )
         if self._has_environment:
             more |= trajectory_ids(storage.lanes)
         complete = with_missing(schema, more)
@@ -1638,7 +2138,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.reserve(complete)
 
     def _share_parts(self) -> None:
-        """Move rows, counters and priorities to shared memory; for errors, see :meth:`share`."""
+        """Move rows, counters and priorities to shared memory; for errors, see
+        :meth:`share`."""
         storage, writer, flow = self._storage, self._writer, self.flow
         samplers = [self._sampler]
         while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
@@ -1647,23 +2148,26 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         nbytes = sum(getattr(part, "bytes_to_share", 0) for part in movable)
         require_room(nbytes, torch.device("cpu"), _SHARED, room=shared_tensors())
         storage.share_memory_()
-        attached_or_new(storage, TrajectoryNumbers)  # before sharing: recorders in all processes use these numbers
+        # before sharing: recorders in all processes use these numbers
+        attached_or_new(storage, TrajectoryNumbers)
         for part in (*samplers, writer, flow, *torchrl_parts.listeners_of(storage)):
             share = getattr(part, "share_memory_", None)
             if share is not None:
                 share()
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
-        """Count what was written, after a process died or a thread was interrupted; the storage calls this method."""
+        """Count what was written, after a process died or a thread was interrupted; the
+        storage calls this method."""
         if self.flow is not None:
             self.flow.inserts.settle(storage.ring.publication)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.
 
-        With flow control, calls raise it in all processes, also those that wait. Reading and saving rows still work.
-        Priorities are no longer kept beside the rows of ``PackedStorage(reopen=True)``, so that another buffer may
-        continue with them.
+        With flow control, calls raise it in all processes, also those that wait.
+        Reading and saving rows still work. Priorities are no longer kept beside the
+        rows of ``PackedStorage(reopen=True)``, so that another buffer may continue with
+        them.
         """
         if self.flow is not None:
             self.flow.shutdown()
@@ -1673,11 +2177,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self.parts.prioritized.priorities.file = None
 
     def close(self) -> None:
-        """Shut down the buffer, and release its rows if no other buffer uses them; ``with rb:`` closes it at the end.
+        """Shut down the buffer, and release its rows if no other buffer uses them;
+        ``with rb:`` closes it at the end.
 
-        Memory becomes free, and another process may continue the rows of ``PackedStorage(reopen=True)``. Reading and
-        saving rows raise a RuntimeError afterwards. Processes that share the rows keep them until they end. With flow
-        control, the buffer is shut down in all of them (:meth:`shutdown`): an actor should not close it.
+        Memory becomes free, and another process may continue the rows of
+        ``PackedStorage(reopen=True)``. Reading and saving rows raise a RuntimeError
+        afterwards. Processes that share the rows keep them until they end. With flow
+        control, the buffer is shut down in all of them (:meth:`shutdown`): an actor
+        should not close it.
         """
         self.shutdown()
         parts = self.parts or self._initialize()
@@ -1697,7 +2204,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the locks under which writes, draws and priority updates run one at a time."""
+        """Hold the locks under which writes, draws and priority updates run one at a
+        time."""
         self._initialize()
         with self._replay_lock, self._write_lock:
             yield
@@ -1706,7 +2214,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _fully_locked(self) -> Iterator[None]:
         """Drop the batches drawn ahead, and hold all locks of the buffer."""
         with self._futures_lock:
-            self._clear_prefetch_queue_locked()  # waits for threads that need the other locks
+            # waits for threads that need the other locks
+            self._clear_prefetch_queue_locked()
             with self._locked():
                 yield
 
@@ -1721,13 +2230,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     # -- components
 
-    def set_storage(self, storage: Storage, collate_fn: Callable[..., object] | None = None) -> Storage:
+    def set_storage(
+        self, storage: Storage, collate_fn: Callable[..., object] | None = None
+    ) -> Storage:
         """Replace the storage, together with its rows; return the old storage.
 
-        Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
-        priority.
+        Unlike in TorchRL, a ring writer continues after the newest row of the new
+        storage, and all rows get the default priority.
         """
-        storage = require_packed(storage, "this buffer", "make another buffer for a storage of TorchRL's")
+        storage = require_packed(
+            storage, "this buffer", "make another buffer for a storage of TorchRL's"
+        )
         self._refuse_if_shared("storage")
         refuse_unordered(self.sampler, self.writer, storage)
         refuse_stored(self.sampler, storage)
@@ -1738,7 +2251,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.attach(self)
             torchrl_parts.set_generator(storage, self._rng)
             if isinstance(self._writer, RoundRobinWriter):
-                torchrl_parts.set_cursor(self._writer, storage.ring.cursor if storage.ring.together else 0)
+                torchrl_parts.set_cursor(
+                    self._writer, storage.ring.cursor if storage.ring.together else 0
+                )
             torchrl_parts.empty_part(self._sampler)
             if self.flow is not None:
                 self.flow.restart(row_count(storage))
@@ -1748,12 +2263,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replace the sampler; return the old one.
 
-        Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
+        Unlike in TorchRL, rows without a priority in the new sampler get the default
+        priority.
         """
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.writer, self.storage)
         with self._fully_locked():
-            previous, rng = super().set_sampler(sampler), torchrl_parts.generator_of(sampler)
+            previous, rng = (
+                super().set_sampler(sampler),
+                torchrl_parts.generator_of(sampler),
+            )
             torchrl_parts.set_generator(sampler, self._rng)
             try:
                 self._connect(default_priorities=True)
@@ -1765,11 +2284,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
-        """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
+        """Replace the writer; return the old one. A new :class:`RingWriter` continues
+        after the newest row."""
         self._refuse_if_shared("writer")
         refuse_unordered(self.sampler, writer, self.storage)
         with self._replay_lock:
-            writer.register_storage(self._storage)  # refuses before the old writer is replaced
+            # refuses before the old writer is replaced
+            writer.register_storage(self._storage)
             previous = super().set_writer(writer)
             self._continue_ring()
             self._connect()
@@ -1787,14 +2308,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             refuse_taken(sampler, layout.names, reported_by(sampler))
 
     def _order_lost(self) -> None:
-        """Stop fast draws of a sampler that needs rows in time order; the next draw then raises an error."""
-        if getattr(vars(self).get("_sampler"), "needs_order", False):  # absent while a copy is made
+        """Stop fast draws of a sampler that needs rows in time order; the next draw
+        then raises an error."""
+        # absent while a copy is made
+        if getattr(vars(self).get("_sampler"), "needs_order", False):
             self.plans = {}
 
     # -- batches drawn ahead
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
+        """Yield batches until the sampler has run out of rows (at the end of its
+        epochs, for example)."""
         ahead = self.prefetcher
         if ahead is None or self._batch_size is None:
             yield from super().__iter__()
@@ -1805,7 +2329,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             yield self.sample()
 
     @contextmanager
-    def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
+    def _capture_prefetch_state(
+        self, *, clone_queue: bool = True
+    ) -> Iterator[dict[str, Any]]:
         """Drop the batches drawn ahead, and suspend sampling in a ``with`` block."""
         with self._futures_lock:
             if self.prefetcher is not None:
@@ -1818,7 +2344,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if self.prefetcher is not None:
             self.prefetcher.drop()
 
-    # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the buffer
+    # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the
+    # buffer
 
     @property
     def _requires_shared_state(self) -> bool:
@@ -1845,26 +2372,34 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         self._rows_restored()
 
     def _rows_restored(self) -> None:
-        """Connect a sampler wrapper to the restored storage, after a copy or unpickling."""
+        """Connect a sampler wrapper to the restored storage, after a copy or
+        unpickling."""
         wrapper = getattr(vars(self).get("parts"), "wrapper", None)
-        if wrapper is not None and "rows" in vars(self._storage):  # else the storage calls this method later
+        # else the storage calls this method later
+        if wrapper is not None and "rows" in vars(self._storage):
             wrapper.watch(self._storage)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A :class:`ReplayBuffer` with a :class:`ProportionalSampler`, for code that uses TorchRL's prioritized buffers.
+    """A :class:`ReplayBuffer` with a :class:`ProportionalSampler`, for code that uses
+    TorchRL's prioritized buffers.
 
-    Takes the keywords of TorchRL's ``TensorDictPrioritizedReplayBuffer``, with the same defaults.
+    Takes the keywords of TorchRL's ``TensorDictPrioritizedReplayBuffer``, with the same
+    defaults.
 
     Args:
         alpha: exponent of the priorities, at least 0; with 0, sampling is uniform.
         beta: exponent of the importance weights, at least 0.
         eps: added to the magnitude of each TD error, default 1e-8.
-        reduction: reduces several TD errors of a row to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
-        storage: a storage, or a function that creates one; default ``PackedStorage(1_000)``.
+        reduction: reduces several TD errors of a row to one: ``"max"``, ``"min"``,
+            ``"mean"`` or ``"median"``.
+        storage: a storage, or a function that creates one; default
+            ``PackedStorage(1_000)``.
         sync: must be ``True``, because every write updates priorities.
-        sampler_device: must be ``None``, because priorities are on the device of the rows.
-        **kwargs: keywords of :class:`ReplayBuffer`, except ``sampler``. A wrapper needs a :class:`ReplayBuffer`:
+        sampler_device: must be ``None``, because priorities are on the device of the
+            rows.
+        **kwargs: keywords of :class:`ReplayBuffer`, except ``sampler``. A wrapper needs
+            a :class:`ReplayBuffer`:
             ``sampler=NStepSampler(ProportionalSampler(n, alpha, beta), n_steps, gamma)``.
 
     Raises:
@@ -1893,17 +2428,35 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> None:
         if not sync or sampler_device is not None:
             reason = "every write updates priorities, on the device of the rows"
-            raise NotImplementedError(f"sync=False and sampler_device= are not supported: {reason}")
+            raise NotImplementedError(
+                f"sync=False and sampler_device= are not supported: {reason}"
+            )
         if "sampler" in kwargs:
             remedy = "ReplayBuffer(sampler=...) takes any, such as NStepSampler(ProportionalSampler(n), 3, 0.99)"
-            raise TypeError(f"a PrioritizedReplayBuffer makes its own ProportionalSampler: {remedy}")
-        rows = PackedStorage(1_000) if storage is None else storage if isinstance(storage, Storage) else storage()
-        sampler = ProportionalSampler(rows.max_size, alpha, beta, eps, reduction=reduction)
+            raise TypeError(
+                f"a PrioritizedReplayBuffer makes its own ProportionalSampler: {remedy}"
+            )
+        rows = (
+            PackedStorage(1_000)
+            if storage is None
+            else storage
+            if isinstance(storage, Storage)
+            else storage()
+        )
+        sampler = ProportionalSampler(
+            rows.max_size, alpha, beta, eps, reduction=reduction
+        )
         super().__init__(storage=rows, sampler=sampler, **kwargs)
 
 
 def _names_rows(index: object, ndim: int) -> bool:
     """Whether an index consists of one integer, or one list of integers, per dim."""
     parts = index if isinstance(index, tuple) else ()
-    kinds = [getattr(part, "dtype", np.asarray(part).dtype) for part in parts if not isinstance(part, slice)]
-    return len(kinds) == len(parts) == ndim and not any("int" not in str(kind) for kind in kinds)
+    kinds = [
+        getattr(part, "dtype", np.asarray(part).dtype)
+        for part in parts
+        if not isinstance(part, slice)
+    ]
+    return len(kinds) == len(parts) == ndim and not any(
+        "int" not in str(kind) for kind in kinds
+    )

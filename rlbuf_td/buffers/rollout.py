@@ -26,59 +26,86 @@ from rlbuf_td.writers.rollout import RolloutWriter
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_STATISTICS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std", "explained_variance"
+_STATISTICS = (
+    "advantage_mean",
+    "advantage_std",
+    "value_target_mean",
+    "value_target_std",
+    "explained_variance",
+)
 
 
 class RolloutBuffer(ReplayBuffer):
-    """Stores a rollout for on-policy learning, computes its advantages once, and yields epochs of minibatches.
+    """Stores a rollout for on-policy learning, computes its advantages once, and yields
+    epochs of minibatches.
 
-    ``for batch in rollout`` yields all minibatches of all epochs, and can be repeated. One or several writes fill a
-    rollout; the next write begins a new rollout. Batches hold the written entries, ``advantage``, ``value_target`` and
-    ``state_value``. In TorchRL, a ``GAE`` module computes advantages before the data is written to a buffer.
+    ``for batch in rollout`` yields all minibatches of all epochs, and can be repeated.
+    One or several writes fill a rollout; the next write begins a new rollout. Batches
+    hold the written entries, ``advantage``, ``value_target`` and ``state_value``. In
+    TorchRL, a ``GAE`` module computes advantages before the data is written to a
+    buffer.
 
-    **Recurrent policies.** With ``sequence_length=L``, batches are chunks of consecutive steps, ``[B, L]`` and time
-    last; every row is in one chunk per epoch. A chunk ends after L steps, and at the end of an episode or rollout;
-    ``"mask"``, ``[B, L]`` bool, is False for padding, which repeats the chunk's last row. ``batch_size`` counts rows
-    with padding, B * L. Advantages are computed before the division, and normalized over unpadded rows. A network
-    starts a chunk from the recurrent state stored in the chunk's first row, ``batch["state"][:, 0]``, as TorchRL's
-    ``LSTMModule`` and ``GRUModule`` do in recurrent mode; a recurrent ``value_network`` reads the state after a step at
-    ``("next", "state")``. TorchRL's losses need ``loss_module.loss_mask_key = "mask"``. See :class:`SequenceSampler`
+    **Recurrent policies.** With ``sequence_length=L``, batches are chunks of
+    consecutive steps, ``[B, L]`` and time last; every row is in one chunk per epoch. A
+    chunk ends after L steps, and at the end of an episode or rollout; ``"mask"``,
+    ``[B, L]`` bool, is False for padding, which repeats the chunk's last row.
+    ``batch_size`` counts rows with padding, B * L. Advantages are computed before the
+    division, and normalized over unpadded rows. A network starts a chunk from the
+    recurrent state stored in the chunk's first row, ``batch["state"][:, 0]``, as
+    TorchRL's ``LSTMModule`` and ``GRUModule`` do in recurrent mode; a recurrent
+    ``value_network`` reads the state after a step at ``("next", "state")``. TorchRL's
+    losses need ``loss_module.loss_mask_key = "mask"``. See :class:`SequenceSampler`
     with ``stride``, which draws these batches.
 
     Args:
         num_steps: T, the number of time steps per rollout.
-        num_envs: E, the number of environments; ``None``: rollouts are ``[T]``, without an environment dimension.
-        batch_size: the number of rows per minibatch; with ``sequence_length``, a multiple of it.
+        num_envs: E, the number of environments; ``None``: rollouts are ``[T]``, without
+            an environment dimension.
+        batch_size: the number of rows per minibatch; with ``sequence_length``, a
+            multiple of it.
         epochs: the number of passes over the rollout in one iteration, default 1.
         gamma: discount factor, in [0, 1], default 0.99.
         lmbda: the lambda of GAE, in [0, 1], default 0.95.
-        estimator: a function ``estimator(data)`` of your own that returns ``(advantage, value_target)``, instead of GAE
-            with ``gamma`` and ``lmbda``: V-trace, n-step returns, one of TorchRL's. See :class:`RolloutWriter`.
-        value_network: computes the state values that the data lacks, see :class:`RolloutWriter`.
-        group: the name of a group of agents, such as ``"agents"``: rewards, values and estimates are those of its
-            agents, under the keys that TorchRL's multi-agent environments use. See :class:`RolloutWriter`.
-        normalize_advantage: scale advantages to mean 0 and standard deviation 1: over the whole rollout
-            (``"rollout"``), over each batch (``"minibatch"``), or not at all (``None``). Value targets and
-            :meth:`summary` use unscaled advantages (with ``"rollout"``, ``value_target - state_value``). TorchRL's
-            losses can also scale advantages; scale only once.
-        partial: allow reading an incomplete rollout; advantages are computed as if the newest step were the last.
-        sequence_length: L, the length of chunks, from 1 to ``num_steps``; ``None``: batches of rows, ``[B]``.
-        shuffle: draw rows, or chunks, in a new random order in each epoch, default ``True``.
+        estimator: a function ``estimator(data)`` of your own that returns
+            ``(advantage, value_target)``, instead of GAE with ``gamma`` and ``lmbda``:
+            V-trace, n-step returns, one of TorchRL's. See :class:`RolloutWriter`.
+        value_network: computes the state values that the data lacks, see
+            :class:`RolloutWriter`.
+        group: the name of a group of agents, such as ``"agents"``: rewards, values and
+            estimates are those of its agents, under the keys that TorchRL's multi-agent
+            environments use. See :class:`RolloutWriter`.
+        normalize_advantage: scale advantages to mean 0 and standard deviation 1: over
+            the whole rollout (``"rollout"``), over each batch (``"minibatch"``), or not
+            at all (``None``). Value targets and :meth:`summary` use unscaled advantages
+            (with ``"rollout"``, ``value_target - state_value``). TorchRL's losses can
+            also scale advantages; scale only once.
+        partial: allow reading an incomplete rollout; advantages are computed as if the
+            newest step were the last.
+        sequence_length: L, the length of chunks, from 1 to ``num_steps``; ``None``:
+            batches of rows, ``[B]``.
+        shuffle: draw rows, or chunks, in a new random order in each epoch, default
+            ``True``.
         drop_last: drop the last batch of an epoch if it is short, default ``False``.
-        device: the device of the batches, and also of the rows unless ``storing_device`` is given.
+        device: the device of the batches, and also of the rows unless
+            ``storing_device`` is given.
         storing_device: the device of the rows.
-        storage: used instead of a new :class:`PackedStorage`; its capacity must be T * E rows.
-        sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle``, ``drop_last`` and
-            ``sequence_length``.
-        writer: used instead of a :class:`RolloutWriter` made from the arguments ``gamma`` to ``group``.
-        **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch``, ...
+        storage: used instead of a new :class:`PackedStorage`; its capacity must be T *
+            E rows.
+        sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``,
+            ``shuffle``, ``drop_last`` and ``sequence_length``.
+        writer: used instead of a :class:`RolloutWriter` made from the arguments
+            ``gamma`` to ``group``.
+        **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``,
+            ``prefetch``, ...
 
     Raises:
-        ValueError: an argument is out of range, or configures a component that is also passed (``epochs`` together with
-            ``sampler``, for example).
-        TypeError: ``writer`` is not a :class:`RolloutWriter`, or ``value_network`` is no TensorDict module.
+        ValueError: an argument is out of range, or configures a component that is also
+            passed (``epochs`` together with ``sampler``, for example).
+        TypeError: ``writer`` is not a :class:`RolloutWriter`, or ``value_network`` is
+            no TensorDict module.
 
-    Cost: a copy of the rollout, one pass over it for the advantages, and a gather per minibatch.
+    Cost: a copy of the rollout, one pass over it for the advantages, and a gather per
+    minibatch.
 
     Example:
         >>> from tensordict import TensorDict
@@ -138,7 +165,12 @@ class RolloutBuffer(ReplayBuffer):
         if storage is not None or storing_device is not None:
             device, kwargs["device"] = storing_device, device
         rows, ndim = num_steps * (num_envs or 1), 1 if num_envs is None else 2
-        storage = _part("storage", storage, lambda **on: PackedStorage(rows, ndim=ndim, **on), device=device)
+        storage = _part(
+            "storage",
+            storage,
+            lambda **on: PackedStorage(rows, ndim=ndim, **on),
+            device=device,
+        )
         by_rollout = True if normalize_advantage == "rollout" else None
         settings = {
             "gamma": gamma,
@@ -147,19 +179,41 @@ class RolloutBuffer(ReplayBuffer):
             "value_network": value_network,
             "group": group,
         }
-        made: RolloutWriter = _part("writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout)
-        epoch = {"epochs": epochs, "shuffle": shuffle, "drop_last": drop_last, "sequence_length": sequence_length}
-        sampler = _part("sampler", sampler, partial_of(_sampler_for, made, num_steps, batch_size), **epoch)
-        super().__init__(storage=storage, sampler=sampler, writer=made, batch_size=batch_size, **kwargs)
+        made: RolloutWriter = _part(
+            "writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout
+        )
+        epoch = {
+            "epochs": epochs,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "sequence_length": sequence_length,
+        }
+        sampler = _part(
+            "sampler",
+            sampler,
+            partial_of(_sampler_for, made, num_steps, batch_size),
+            **epoch,
+        )
+        super().__init__(
+            storage=storage,
+            sampler=sampler,
+            writer=made,
+            batch_size=batch_size,
+            **kwargs,
+        )
 
     @classmethod
     def from_schema(cls, schema: TensorDictBase, capacity: int, **kwargs: Any) -> Self:
-        """Return a rollout buffer of ``capacity`` time steps; see :meth:`ReplayBuffer.from_schema`.
+        """Return a rollout buffer of ``capacity`` time steps; see
+        :meth:`ReplayBuffer.from_schema`.
 
-        Raises a SchemaError if ``schema`` has several batch dimensions, or an entry without a fixed size in bytes.
+        Raises a SchemaError if ``schema`` has several batch dimensions, or an entry
+        without a fixed size in bytes.
         """
         if schema.ndim > 1:
-            raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
+            raise SchemaError(
+                f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}"
+            )
         shared = kwargs.pop("shared", False)
         rollout = cls(capacity, schema.shape[0] if schema.ndim else None, **kwargs)
         rollout.storage.reserve(schema)
@@ -170,20 +224,28 @@ class RolloutBuffer(ReplayBuffer):
 
         The batch size is ``[E]``, or ``[]`` if ``num_envs`` is ``None``.
         """
-        self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
+        self._refuse_shape(
+            "add", data, () if self.num_envs is None else (self.num_envs,)
+        )
         return super().add(data)
 
     def extend(
-        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None, lanes: None = None
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        update_priority: bool | None = None,
+        lanes: None = None,
     ) -> torch.Tensor:
         """Write n time steps; return their index.
 
-        The batch size is ``[E, n]`` as in collectors' batches, ``[n, E]`` with ``dim_extend=0``, or ``[n]`` if
-        ``num_envs`` is ``None``. The last step of the rollout triggers the computation of advantages.
-        ``update_priority`` has no effect, and single ``lanes`` are refused.
+        The batch size is ``[E, n]`` as in collectors' batches, ``[n, E]`` with
+        ``dim_extend=0``, or ``[n]`` if ``num_envs`` is ``None``. The last step of the
+        rollout triggers the computation of advantages. ``update_priority`` has no
+        effect, and single ``lanes`` are refused.
 
         Raises:
-            ValueError: the shape is wrong, or fewer than n steps are left in the rollout; nothing has changed.
+            ValueError: the shape is wrong, or fewer than n steps are left in the
+                rollout; nothing has changed.
             SchemaError: the data does not match the rows; nothing has changed.
         """
         shape: tuple[int | None, ...] = (None,)
@@ -194,16 +256,27 @@ class RolloutBuffer(ReplayBuffer):
         self._refuse_shape("extend", tensordicts, shape)
         return super().extend(tensordicts, update_priority=update_priority)
 
-    def _refuse_shape(self, how: str, data: TensorDictBase, expected: tuple[int | None, ...]) -> None:
+    def _refuse_shape(
+        self, how: str, data: TensorDictBase, expected: tuple[int | None, ...]
+    ) -> None:
         if not isinstance(data, TensorDictBase):
             refuse_other_data(how, data)
         got = tuple(data.batch_size)
-        ids = data.get(self._writer.estimator.trajectory_key, None) if len(got) > len(expected) else None
-        lacks_lanes = ids is not None and ids.ndim > len(expected)  # an inner dim of a step has no trajectories
-        is_other = any(want not in (None, have) for want, have in zip(expected, got, strict=False))
+        ids = (
+            data.get(self._writer.estimator.trajectory_key, None)
+            if len(got) > len(expected)
+            else None
+        )
+        # an inner dim of a step has no trajectories
+        lacks_lanes = ids is not None and ids.ndim > len(expected)
+        is_other = any(
+            want not in (None, have) for want, have in zip(expected, got, strict=False)
+        )
         if len(got) < len(expected) or is_other or lacks_lanes:
             names = ", ".join("n" if size is None else str(size) for size in expected)
-            rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
+            rollout = f"{self.num_steps} steps" + (
+                "" if self.num_envs is None else f" and {self.num_envs} lanes"
+            )
             takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
             remedy = ""
             if lacks_lanes:
@@ -222,9 +295,11 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield the minibatches of all epochs; after loading a state saved during an iteration, yield only the rest.
+        """Yield the minibatches of all epochs; after loading a state saved during an
+        iteration, yield only the rest.
 
-        Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
+        Raises a RuntimeError if there is no batch size, or if the rollout is incomplete
+        and ``partial`` is False.
         """
         self._initialize()
         sampler = getattr(self._sampler, "innermost", self._sampler)
@@ -232,16 +307,20 @@ class RolloutBuffer(ReplayBuffer):
         if not isinstance(sampler, MinibatchSampler):
             yield from super().__iter__()
             return
-        has_rows = sampler.begin_pass()  # before the first draw; not after a load at the end of the last epoch
+        # before the first draw; not after a load at the end of the last epoch
+        has_rows = sampler.begin_pass()
         try:
-            if has_rows or (self.prefetcher is not None and self.prefetcher.has_batches):
+            if has_rows or (
+                self.prefetcher is not None and self.prefetcher.has_batches
+            ):
                 yield from super().__iter__()
         finally:
             sampler.end_pass()
 
     @property
     def _returns_as_drawn(self) -> bool:
-        """Like :attr:`ReplayBuffer._returns_as_drawn`, but False with ``normalize_advantage="minibatch"``."""
+        """Like :attr:`ReplayBuffer._returns_as_drawn`, but False with
+        ``normalize_advantage="minibatch"``."""
         return self.normalize_advantage != "minibatch" and super()._returns_as_drawn
 
     def _draw(self, size: int, is_returned: bool = False) -> Sample:
@@ -252,7 +331,12 @@ class RolloutBuffer(ReplayBuffer):
         batch, info = super()._finish(batch, info)
         if self.normalize_advantage == "minibatch":
             key, estimator = self._writer.advantage_key, self._writer.estimator
-            batch.set(key, estimator.normalized(batch.get(key), estimator.mask_of(batch), info.get("mask")))
+            batch.set(
+                key,
+                estimator.normalized(
+                    batch.get(key), estimator.mask_of(batch), info.get("mask")
+                ),
+            )
         return batch, info
 
     def _require_estimates(self) -> None:
@@ -260,9 +344,15 @@ class RolloutBuffer(ReplayBuffer):
         if writer.is_estimated:
             return
         if not (self.partial and writer.steps):
-            hint = ", or pass partial=True to read the written steps" if writer.steps else ""
+            hint = (
+                ", or pass partial=True to read the written steps"
+                if writer.steps
+                else ""
+            )
             written = f"{writer.steps} of {self.num_steps} steps are written"
-            raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}")
+            raise RuntimeError(
+                f"the rollout is not complete: {written}. Write the rest first{hint}"
+            )
         writer.estimate()
 
     @property
@@ -271,7 +361,8 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.value_rows
 
     def summary(self) -> dict[str, float]:
-        """Return statistics of the current rollout as a flat dict, computed once per rollout.
+        """Return statistics of the current rollout as a flat dict, computed once per
+        rollout.
 
         Raises a RuntimeError if the rollout is incomplete and ``partial`` is False.
         """
@@ -279,33 +370,52 @@ class RolloutBuffer(ReplayBuffer):
         revision = self._storage.revision
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))
-            value, target = data.get(writer.value_key).float(), data.get(writer.value_target_key).float()
-            advantage = target - value if writer.normalize_advantage else data.get(writer.advantage_key).float()
+            value, target = (
+                data.get(writer.value_key).float(),
+                data.get(writer.value_target_key).float(),
+            )
+            advantage = (
+                target - value
+                if writer.normalize_advantage
+                else data.get(writer.advantage_key).float()
+            )
             acts = writer.estimator.mask_of(data)
             if acts is not None:
                 value, target, advantage = (x[acts] for x in (value, target, advantage))
             advantage_std, advantage_mean = torch.std_mean(advantage, correction=0)
             target_std, target_mean = torch.std_mean(target, correction=0)
             explained = explained_variance(value, target)
-            numbers = torch.stack([advantage_mean, advantage_std, target_mean, target_std, explained]).tolist()
+            numbers = torch.stack(
+                [advantage_mean, advantage_std, target_mean, target_std, explained]
+            ).tolist()
             found = dict(zip(_STATISTICS, numbers, strict=True))
             self._summary = revision, found | {"value_rows": float(writer.value_rows)}
         return dict(self._summary[1])
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return ``given``, or ``make(**settings)`` if it is None; refuse settings that come with ``given``."""
-    settings = {setting: value for setting, value in settings.items() if value is not None}
+    """Return ``given``, or ``make(**settings)`` if it is None; refuse settings that
+    come with ``given``."""
+    settings = {
+        setting: value for setting, value in settings.items() if value is not None
+    }
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))
-        raise ValueError(f"{name}= has its own settings: pass {ignored} to it instead, or omit {name}=")
+        raise ValueError(
+            f"{name}= has its own settings: pass {ignored} to it instead, or omit {name}="
+        )
     return make(**settings) if given is None else given
 
 
 def _sampler_for(
-    writer: RolloutWriter, num_steps: int, batch_size: int | None, sequence_length: int | None = None, **settings: Any
+    writer: RolloutWriter,
+    num_steps: int,
+    batch_size: int | None,
+    sequence_length: int | None = None,
+    **settings: Any,
 ) -> MinibatchSampler | SequenceSampler:
-    """Return a sampler of minibatches of rows, or of chunks of ``sequence_length`` rows."""
+    """Return a sampler of minibatches of rows, or of chunks of ``sequence_length``
+    rows."""
     rows = MinibatchSampler(**settings)
     if sequence_length is None:
         return rows
@@ -313,22 +423,41 @@ def _sampler_for(
     if length > num_steps:
         rollout = f"a rollout of {num_steps} steps has no chunks of {length}"
         raise ValueError(f"{rollout}: use a sequence_length from 1 to {num_steps}")
-    keys: Any = {"done_key": writer.estimator.done_key, "traj_key": writer.estimator.trajectory_key}
-    chunks = SequenceSampler(rows, length, stride=length, output_layout="batch_time", **keys)
+    keys: Any = {
+        "done_key": writer.estimator.done_key,
+        "traj_key": writer.estimator.trajectory_key,
+    }
+    chunks = SequenceSampler(
+        rows, length, stride=length, output_layout="batch_time", **keys
+    )
     if batch_size is not None and batch_size % length:
         remedy = f"for 32 chunks use {32 * length}"
-        raise ValueError(f"batch_size must be a multiple of sequence_length={length}, got {batch_size}: {remedy}")
+        raise ValueError(
+            f"batch_size must be a multiple of sequence_length={length}, got {batch_size}: {remedy}"
+        )
     return chunks
 
 
-def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: object, storage: Any, writer: object) -> None:
+def _refuse_arguments(
+    num_steps: int,
+    num_envs: int | None,
+    normalize: object,
+    storage: Any,
+    writer: object,
+) -> None:
     if num_steps < 1 or (num_envs is not None and num_envs < 1):
-        raise ValueError(f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}")
+        raise ValueError(
+            f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}"
+        )
     if normalize not in (None, "rollout", "minibatch"):
-        raise ValueError(f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize!r}")
+        raise ValueError(
+            f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize!r}"
+        )
     rows = num_steps * (num_envs or 1)
     if getattr(storage, "max_size", rows) != rows:
         rollout = f"a rollout of {num_steps} steps and {num_envs or 1} lanes"
-        raise ValueError(f"{rollout} needs a storage of {rows} rows, got one of {storage.max_size}")
+        raise ValueError(
+            f"{rollout} needs a storage of {rows} rows, got one of {storage.max_size}"
+        )
     if writer is not None and not isinstance(writer, RolloutWriter):
         raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")

@@ -1,4 +1,5 @@
-"""Creates buffers from TorchRL's replay buffers, and from the folders that these have written."""
+"""Creates buffers from TorchRL's replay buffers, and from the folders that these have
+written."""
 
 from __future__ import annotations
 
@@ -49,18 +50,23 @@ def import_torchrl(
     trajectory_key: NestedKey | None,
     **kwargs: Any,
 ) -> Buffer:
-    """Return a new buffer with the rows of another buffer, see :meth:`ReplayBuffer.from_torchrl`."""
+    """Return a new buffer with the rows of another buffer, see
+    :meth:`ReplayBuffer.from_torchrl`."""
     is_folder = isinstance(rb, str | PathLike)
     rb, priorities = _load(Path(rb)) if is_folder else (rb, None)
     if isinstance(getattr(rb, "sampler", None), PrioritizedSampler):
         priorities = rb.sampler.state_dict()
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
-        raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")
+        raise TypeError(
+            f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}"
+        )
     storage: Any = rb.storage
     excluded = [nested_key(key) for key in ([exclude] if is_key(exclude) else exclude)]
     kwargs.setdefault("batch_size", rb.batch_size)
     refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
-    choose = partial(_chosen, exclude=excluded, trajectory_key=optional_key(trajectory_key))
+    choose = partial(
+        _chosen, exclude=excluded, trajectory_key=optional_key(trajectory_key)
+    )
     new, cells = _copy(cls, rb, capacity, choose, kwargs)
     if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
         new.storage.lose_order()
@@ -77,11 +83,14 @@ def _copy(
     choose: Callable[[object], TensorDictBase],
     kwargs: dict[str, Any],
 ) -> tuple[Buffer, torch.Tensor]:
-    """Return a buffer with the rows of ``rb``, and the flat index of each row in ``rb``."""
+    """Return a buffer with the rows of ``rb``, and the flat index of each row in
+    ``rb``."""
     storage = rb.storage
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
-        raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
+        raise ValueError(
+            f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}"
+        )
     schema = cast("TensorDictBase", choose(storage.get(steps[:1]))[0])
     new = cls.from_schema(schema, capacity or storage.max_size, **kwargs)
     for part in steps.split(max(1, _READ_AT_ONCE // (new.storage.row_bytes * lanes))):
@@ -90,96 +99,144 @@ def _copy(
 
 
 def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | None]:
-    """Return a TorchRL buffer whose rows are the memory-mapped files of a folder, and the state of its sampler."""
-    storage_file, writer_file = folder / "storage/storage_metadata.json", folder / "writer/metadata.json"
+    """Return a TorchRL buffer whose rows are the memory-mapped files of a folder, and
+    the state of its sampler."""
+    storage_file, writer_file = (
+        folder / "storage/storage_metadata.json",
+        folder / "writer/metadata.json",
+    )
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
         remedy = "load it into a buffer of TorchRL, and pass that buffer"
-        raise CheckpointError(f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}")
+        raise CheckpointError(
+            f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}"
+        )
     _refuse_links(folder)
     shape = _map_rows(folder / "storage").batch_size
-    storage = LazyMemmapStorage(shape.numel(), ndim=len(shape), scratch_dir=folder / "storage")  # maps, does not copy
+    # maps, does not copy
+    storage = LazyMemmapStorage(
+        shape.numel(), ndim=len(shape), scratch_dir=folder / "storage"
+    )
     storage.loads(folder / "storage")
     saved = json.loads(writer_file.read_text()) if writer_file.is_file() else {}
     is_ring = "cursor" in saved and "rank_key" not in saved
-    by_rank = TensorDictMaxValueWriter() if "rank_key" in saved else ImmutableDatasetWriter()
+    by_rank = (
+        TensorDictMaxValueWriter() if "rank_key" in saved else ImmutableDatasetWriter()
+    )
     writer = TensorDictRoundRobinWriter() if is_ring else by_rank
     batch_size = json.loads((folder / "buffer_metadata.json").read_text())["batch_size"]
     rb = TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=batch_size)
     if is_ring:
         writer.loads(folder / "writer")
-    sampler_file, tree_file = folder / "sampler/sampler_metadata.json", folder / "sampler/sumtree.memmap"
+    sampler_file, tree_file = (
+        folder / "sampler/sampler_metadata.json",
+        folder / "sampler/sumtree.memmap",
+    )
     if not tree_file.is_file():
         return rb, None
     state = json.loads(sampler_file.read_text())
     size = torch.Size([int(state["_max_capacity"])])
     _refuse_short(tree_file, 8 * size.numel())
-    return rb, state | {"_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)}
+    return rb, state | {
+        "_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)
+    }
 
 
 def _map_rows(folder: Path) -> TensorDict:
-    """Map the files of a TensorDict; raise a CheckpointError, and change nothing, if this is not safe.
+    """Map the files of a TensorDict; raise a CheckpointError, and change nothing, if
+    this is not safe.
 
-    Links could lead anywhere, pickles could run any code (and no row can hold what is pickled), and files that are too
-    short would become longer.
+    Links could lead anywhere, pickles could run any code (and no row can hold what is
+    pickled), and files that are too short would become longer.
     """
     _refuse_links(folder)
     for meta in folder.rglob("meta.json"):
         for name, leaf in json.loads(meta.read_text()).items():
             if isinstance(leaf, dict) and "dtype" in leaf and not leaf.get("is_nested"):
                 item = getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
-                _refuse_short(meta.parent / f"{name}.memmap", torch.Size(leaf["shape"]).numel() * item)
+                _refuse_short(
+                    meta.parent / f"{name}.memmap",
+                    torch.Size(leaf["shape"]).numel() * item,
+                )
     try:
         return TensorDict.load_memmap(folder, allow_pickle=False)
     except RuntimeError as error:
         if "pickle" not in str(error):
             raise
-        raise CheckpointError(f"{folder} has entries that are no tensors, in a pickle, which is never loaded") from None
+        raise CheckpointError(
+            f"{folder} has entries that are no tensors, in a pickle, which is never loaded"
+        ) from None
 
 
 def _refuse_links(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, and a dump has none: copy the file that it leads to")
+            raise CheckpointError(
+                f"{path} is a link, and a dump has none: copy the file that it leads to"
+            )
 
 
 def _refuse_short(file: Path, nbytes: int) -> None:
     found = file.stat().st_size if file.is_file() else -1
     if found < nbytes:
-        fault = f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
-        raise CheckpointError(f"{file} {fault}: the dump is incomplete; nothing has been changed")
+        fault = (
+            f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
+        )
+        raise CheckpointError(
+            f"{file} {fault}: the dump is incomplete; nothing has been changed"
+        )
 
 
-def _set_priorities(new: TensorDictReplayBuffer, cells: torch.Tensor, state: Mapping[str, object] | None) -> None:
-    """Give each row ``i`` of a new buffer the priority of row ``cells[i]`` in the state of TorchRL's sampler."""
+def _set_priorities(
+    new: TensorDictReplayBuffer, cells: torch.Tensor, state: Mapping[str, object] | None
+) -> None:
+    """Give each row ``i`` of a new buffer the priority of row ``cells[i]`` in the state
+    of TorchRL's sampler."""
     sampler = getattr(new.sampler, "innermost", new.sampler)
     if state is None or not isinstance(sampler, Prioritized):
         return
     magnitude = read_torchrl_priorities(state)[0][cells]
     known = (magnitude >= 0).nonzero().flatten()
     if len(known):
-        sampler.update_priority(coordinates(known, new.storage), magnitude[known], storage=new.storage)
+        sampler.update_priority(
+            coordinates(known, new.storage), magnitude[known], storage=new.storage
+        )
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
-    """Return the indices of the written time steps, oldest first if the writer is a round-robin writer."""
+    """Return the indices of the written time steps, oldest first if the writer is a
+    round-robin writer."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
     if stand_apart(storage):
-        raise ValueError("lanes stand at unlike steps: dump the buffer and load the dump")
+        raise ValueError(
+            "lanes stand at unlike steps: dump the buffer and load the dump"
+        )
     steps = len(storage) // lanes_of(storage).numel()
     is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)
-    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0  # a ring that is not full begins at 0
+    # a ring that is not full begins at 0
+    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0
     return torch.arange(oldest, oldest + steps, device="cpu") % steps
 
 
-def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> TensorDictBase:
-    """Omit the keys in ``exclude`` from rows, and rename ``trajectory_key`` to ``("collector", "traj_ids")``."""
+def _chosen(
+    rows: Any, exclude: Any, trajectory_key: NestedKey | None
+) -> TensorDictBase:
+    """Omit the keys in ``exclude`` from rows, and rename ``trajectory_key`` to
+    ``("collector", "traj_ids")``."""
     if not isinstance(rows, TensorDictBase):
-        raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
+        raise TypeError(
+            f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}"
+        )
     keys = rows.keys(include_nested=True)
     if missing := [key for key in exclude if key not in keys]:
-        raise KeyError(f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}")
+        raise KeyError(
+            f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}"
+        )
     rows = rows.exclude("index", *exclude)
-    if trajectory_key is None or rows.get(TRAJ_KEY, None) is not None or rows.get(trajectory_key, None) is None:
+    if (
+        trajectory_key is None
+        or rows.get(TRAJ_KEY, None) is not None
+        or rows.get(trajectory_key, None) is None
+    ):
         return rows
     return rows.exclude(trajectory_key).set(TRAJ_KEY, rows.get(trajectory_key))

@@ -1,4 +1,5 @@
-"""Waiting until a buffer admits a batch or a write, with a time limit, a cancellation or a shutdown."""
+"""Waiting until a buffer admits a batch or a write, with a time limit, a cancellation
+or a shutdown."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Protocol
 
-POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
+# polling interval in seconds; unlike a notification, polling still works if another
+# process dies
+POLL = 0.001
 PATIENCE = 5.0  # seconds after which a write that still waits warns
 
 
 class ShutDown(RuntimeError):
     """A batch or a write was requested from a buffer that has been shut down.
 
-    Calls that wait in other threads raise it, too. With flow control, and in an :class:`ExperienceQueue`, so do calls
-    in all processes that share the buffer. An actor catches it to stop.
+    Calls that wait in other threads raise it, too. With flow control, and in an
+    :class:`ExperienceQueue`, so do calls in all processes that share the buffer. An
+    actor catches it to stop.
 
     Example:
         >>> import torch
@@ -49,18 +53,28 @@ def warn_of_slow_write(reason: str, stacklevel: int) -> None:
 
 
 def attempts(
-    timeout: float | None, reason: Callable[[], str], cancel_event: Cancels | None = None, *, slow_write: int = 0
+    timeout: float | None,
+    reason: Callable[[], str],
+    cancel_event: Cancels | None = None,
+    *,
+    slow_write: int = 0,
 ) -> Iterator[None]:
-    """Yield at once, and then every millisecond, for up to ``timeout`` seconds, so that the caller tries again.
+    """Yield at once, and then every millisecond, for up to ``timeout`` seconds, so that
+    the caller tries again.
 
     Args:
-        timeout: seconds after which a TimeoutError with ``reason()`` is raised; None: never.
+        timeout: seconds after which a TimeoutError with ``reason()`` is raised; None:
+            never.
         reason: says what the call waits for, and what to do.
         cancel_event: raise a :class:`Cancelled` error if its ``is_set()`` returns True.
-        slow_write: the stack level of the user's write, which warns once if it waits for ``PATIENCE`` seconds; 0: none.
+        slow_write: the stack level of the user's write, which warns once if it waits
+            for ``PATIENCE`` seconds; 0: none.
     """
     begin = time.monotonic()
-    deadline, warn_at = inf if timeout is None else begin + timeout, begin + PATIENCE if slow_write else inf
+    deadline, warn_at = (
+        inf if timeout is None else begin + timeout,
+        begin + PATIENCE if slow_write else inf,
+    )
     while True:
         if cancel_event is not None and cancel_event.is_set():
             raise Cancelled("the cancel_event of this call was set")
@@ -85,7 +99,8 @@ def admitted(
     cancel_event: Cancels | None = None,
     slow_write: int = 0,
 ) -> Iterator[None]:
-    """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held; see :func:`attempts`.
+    """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the
+    lock held; see :func:`attempts`.
 
     ``count_wait`` is called if this is not at once.
     """

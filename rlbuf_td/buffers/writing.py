@@ -1,4 +1,5 @@
-"""Checks of the data that users write: transitions, lanes, and entries that are written back."""
+"""Checks of the data that users write: transitions, lanes, and entries that are written
+back."""
 
 from __future__ import annotations
 
@@ -18,21 +19,39 @@ from rlbuf_td.storages.schema import kind, reshaped, show_key
 from rlbuf_td.storages.writes import wrapping
 
 
-def with_lanes(lane_key: NestedKey, data: TensorDictBase) -> tuple[TensorDictBase, torch.Tensor]:
-    """Return data as rows ``[n]``, with the lane of each row; each lane stays in time order."""
+def with_lanes(
+    lane_key: NestedKey, data: TensorDictBase
+) -> tuple[TensorDictBase, torch.Tensor]:
+    """Return data as rows ``[n]``, with the lane of each row; each lane stays in time
+    order."""
     lanes = data.get(lane_key, None)
     if lanes is None:
-        raise KeyError(f"the data has no lanes {lane_key!r}, which the buffer's lane_key names")
+        raise KeyError(
+            f"the data has no lanes {lane_key!r}, which the buffer's lane_key names"
+        )
     if lanes.numel() != data.numel():
-        raise ValueError(f"the lanes {lane_key!r} have shape {[*lanes.shape]} for rows {[*data.shape]}: one per row")
+        raise ValueError(
+            f"the lanes {lane_key!r} have shape {[*lanes.shape]} for rows {[*data.shape]}: one per row"
+        )
     return reshaped(data, lambda rows: rows.reshape(-1)), lanes.reshape(-1)
 
 
-def refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: object) -> None:
-    """Raise a ValueError if the data names other lanes at ``lane_key`` than ``lanes``."""
+def refuse_other_lanes(
+    lane_key: NestedKey, data: TensorDictBase, lanes: object
+) -> None:
+    """Raise a ValueError if the data names other lanes at ``lane_key`` than
+    ``lanes``."""
     own = data.get(lane_key, None)
-    given = lanes.detach().cpu().numpy() if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
-    if own is None or given.dtype.kind not in "iu" or given.size not in (1, own.numel()):
+    given = (
+        lanes.detach().cpu().numpy()
+        if isinstance(lanes, torch.Tensor)
+        else np.asarray(lanes)
+    )
+    if (
+        own is None
+        or given.dtype.kind not in "iu"
+        or given.size not in (1, own.numel())
+    ):
         return  # what is wrong with `lanes` is said elsewhere
     own = own.detach().cpu().numpy().reshape(-1)
     if (own != given.reshape(-1)).any():
@@ -47,38 +66,61 @@ def refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: object)
 def refuse_other_stamps(stamps: object, shape: torch.Size) -> None:
     if not isinstance(stamps, torch.Tensor) or stamps.shape != shape:
         found = [*stamps.shape] if isinstance(stamps, torch.Tensor) else stamps
-        raise ValueError(f"sampled_at= takes the stamps of the batch's rows, {[*shape]}, got {found}")
+        raise ValueError(
+            f"sampled_at= takes the stamps of the batch's rows, {[*shape]}, got {found}"
+        )
 
 
 def listed(keys: Any) -> list[tuple[str, ...]]:
     with suppress(TypeError, ValueError):
         if found := [*map(as_tuple, [keys] if is_key(keys) else keys)]:
             return found
-    raise ValueError(f"keys must be a key or a sequence of keys, such as ['state', ('next', 'state')], got {keys!r}")
+    raise ValueError(
+        f"keys must be a key or a sequence of keys, such as ['state', ('next', 'state')], got {keys!r}"
+    )
 
 
-def entry_by_row(storage: PackedStorage, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a SchemaError if it does not fit."""
+def entry_by_row(
+    storage: PackedStorage, batch: TensorDictBase, key: tuple[str, ...], inner: int
+) -> torch.Tensor:
+    """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a
+    SchemaError if it does not fit."""
     layout, value = storage.layout, batch.get(key, None)
-    leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
+    leaf = (
+        None
+        if layout is None or key not in layout.places
+        else layout.leaves[layout.places[key]]
+    )
     if leaf is None or not isinstance(value, torch.Tensor):
-        raise SchemaError(f"cannot write back {show_key(key)}: the {'rows have' if leaf is None else 'batch has'} none")
+        raise SchemaError(
+            f"cannot write back {show_key(key)}: the {'rows have' if leaf is None else 'batch has'} none"
+        )
     rows = batch.ndim - inner
     value = value.detach().flatten(0, rows - 1) if rows else value.detach()[None]
     if (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
         kinds = [kind(value.dtype, value.shape[1:]), kind(leaf.dtype, leaf.shape)]
-        raise SchemaError("cannot write back {}: it is {} per row, the rows have {}".format(show_key(key), *kinds))
+        raise SchemaError(
+            "cannot write back {}: it is {} per row, the rows have {}".format(
+                show_key(key), *kinds
+            )
+        )
     return value.to(storage.device)
 
 
 def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> None:
-    """Warn before the first write if its batch dims make each row hold several steps of an environment."""
-    is_meant = "next" not in rows.keys() or getattr(parts.sampler, "draws_once", False)  # queues hold unrolls
+    """Warn before the first write if its batch dims make each row hold several steps of
+    an environment."""
+    # queues hold unrolls
+    is_meant = "next" not in rows.keys() or getattr(parts.sampler, "draws_once", False)
     is_refused = getattr(parts.storage, "uses_episode_keys", False)
     if rows.ndim <= lead_dims or is_meant or is_refused:
         return
     ndim, shape = parts.storage.ndim, [*rows.shape]
-    remedy = f"make the storage with ndim={ndim + 1}, or flatten the data" if lead_dims == ndim else "use extend"
+    remedy = (
+        f"make the storage with ndim={ndim + 1}, or flatten the data"
+        if lead_dims == ndim
+        else "use extend"
+    )
     warnings.warn(
         f"with ndim={ndim}, data of batch size {shape} makes rows of {shape[lead_dims:]} steps each, and a sampled row "
         f"holds all its steps. For rows of one step, {remedy}. If these rows are meant, first call "
@@ -93,7 +135,8 @@ def refuse_other_data(how: str, data: object) -> NoReturn:
 
 
 def without_report(data: TensorDictBase) -> TensorDictBase:
-    """Remove the entries that a prioritized sampler adds to batches, if ``data`` is such a batch."""
+    """Remove the entries that a prioritized sampler adds to batches, if ``data`` is
+    such a batch."""
     keys = data.keys()  # only one of these two keys may be an entry of the user
     is_sampled = SAMPLED_AT in keys and "priority_weight" in keys
     return data.exclude("index", "priority_weight", SAMPLED_AT) if is_sampled else data

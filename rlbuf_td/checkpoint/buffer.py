@@ -1,4 +1,5 @@
-"""The state of a buffer and its parts: how to capture it, to save it, and to load all of it or nothing."""
+"""The state of a buffer and its parts: how to capture it, to save it, and to load all
+of it or nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
     with writing(path, KIND) as writer, at_rest(rb):
         storage, state = rb.storage, capture(rb, copies=False)
-        names = {part: name_of(getattr(rb, part)) for part in ("storage", "sampler", "writer")}
+        names = {
+            part: name_of(getattr(rb, part))
+            for part in ("storage", "sampler", "writer")
+        }
         state |= {
             "classes": {"buffer": type(rb).__name__} | names,
             "capacity": storage.max_size,
@@ -43,28 +47,53 @@ def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
 
 
 def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
-    """Check a dump against the buffer, and then load it; if a component refuses its state, undo all changes."""
+    """Check a dump against the buffer, and then load it; if a component refuses its
+    state, undo all changes."""
     rb.synchronize()
     with reading(path, KIND) as dump:
         saved = dump.state()
         _refuse_other_parts(rb, saved, rows_only)
         rows = rb.storage.examine(saved["_storage"], dump.path)
-        sizes = (saved["capacity"], rb.storage.max_size) if rows is None else (rows.steps, rows.capacity)
+        sizes = (
+            (saved["capacity"], rb.storage.max_size)
+            if rows is None
+            else (rows.steps, rows.capacity)
+        )
         is_exact = sizes[0] == sizes[1] and not rows_only
         if rows and not rows.in_order and getattr(rb.sampler, "needs_order", False):
-            raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-        priorities = None if is_exact or rows_only else of_other_capacity(rb, saved, rows, *sizes)
+            raise CheckpointError(
+                f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}"
+            )
+        priorities = (
+            None
+            if is_exact or rows_only
+            else of_other_capacity(rb, saved, rows, *sizes)
+        )
         refuse(rb, saved)
         if rows and not rows.is_read_once:  # before the load changes anything
             for each in (rows.matrix, *rows.entries):
                 if isinstance(each, SavedTensor):
                     each.verify()
         with rb._fully_locked():
-            put = partial(empty_part, rb.storage) if rows is None else partial(rows.put, rows.read())
-            restore(rb, saved, put, is_exact=is_exact, rows_only=rows_only, priorities=priorities)
+            put = (
+                partial(empty_part, rb.storage)
+                if rows is None
+                else partial(rows.put, rows.read())
+            )
+            restore(
+                rb,
+                saved,
+                put,
+                is_exact=is_exact,
+                rows_only=rows_only,
+                priorities=priorities,
+            )
     if rows and rows.dropped:
         room = f"the buffer has room for {rows.capacity}"
-        warnings.warn(f"the {rows.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
+        warnings.warn(
+            f"the {rows.dropped} oldest time steps of the dump were dropped: {room}",
+            stacklevel=3,
+        )
 
 
 def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None:
@@ -72,13 +101,19 @@ def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None
     if not rows_only:
         own |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
     elif not isinstance(rb.writer, RoundRobinWriter):
-        raise CheckpointError(f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}")
+        raise CheckpointError(
+            f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}"
+        )
     for part, name in own.items():
         if (found := saved["classes"][part]) != name:
             hint = "; rows_only=True loads only the rows" if part != "storage" else ""
-            raise CheckpointError(f"the dump has a {found} as {part}, this buffer a {name}{hint}")
+            raise CheckpointError(
+                f"the dump has a {found} as {part}, this buffer a {name}{hint}"
+            )
     if saved["ndim"] != rb.storage.ndim:
-        raise CheckpointError(f"the dump has ndim={saved['ndim']}, this buffer {rb.storage.ndim}")
+        raise CheckpointError(
+            f"the dump has ndim={saved['ndim']}, this buffer {rb.storage.ndim}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,25 +123,32 @@ class Checkpoint:
     about: dict[str, Any]  # when the dump was written, and by which versions
     classes: dict[str, str]  # the class names of buffer, storage, sampler and writer
     shape: tuple[int, ...]  # the capacity, [T, *lanes]
-    rows: TensorDictBase | None  # the written rows, [n] or [steps, E]; None if there are none
-    storage: PackedStorage | None  # the rows in a storage of that capacity in RAM; None before the first write
+    # the written rows, [n] or [steps, E]; None if there are none
+    rows: TensorDictBase | None
+    # the rows in a storage of that capacity in RAM; None before the first write
+    storage: PackedStorage | None
     sampler: State  # the sampler's state
-    writer: State  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
+    # the writer's state: `_cursor` is a ring's next position, `_write_count` counts
+    # time steps
+    writer: State
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a dump of :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` without loading it into a buffer.
+    """Read a dump of :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` without
+    loading it into a buffer.
 
     Args:
         path: the folder of the dump.
 
     Returns:
-        A :class:`Checkpoint` with the rows, the class names, the capacity, and the states of sampler and writer.
+        A :class:`Checkpoint` with the rows, the class names, the capacity, and the
+        states of sampler and writer.
 
     Raises:
         CheckpointError: the folder holds no dump, a file is missing or damaged.
 
-    Cost: reads all files and verifies their checksums. The rows take as many bytes of RAM as in the buffer.
+    Cost: reads all files and verifies their checksums. The rows take as many bytes of
+    RAM as in the buffer.
 
     Example:
         >>> import tempfile
@@ -150,17 +192,27 @@ def at_rest(rb: ReplayBuffer) -> Iterator[None]:
 
 
 def capture(rb: ReplayBuffer, *, copies: bool) -> State:
-    """Return all state that determines the behaviour of a buffer, with copies or views of its tensors."""
+    """Return all state that determines the behaviour of a buffer, with copies or views
+    of its tensors."""
     generator = generator_of(rb)
-    parts = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer, "_transforms": rb.transform}
+    parts = {
+        "_storage": rb.storage,
+        "_sampler": rb.sampler,
+        "_writer": rb.writer,
+        "_transforms": rb.transform,
+    }
     return {
         **{
-            name: part.state_dict() if copies or not hasattr(part, "snapshot") else part.snapshot()
+            name: part.state_dict()
+            if copies or not hasattr(part, "snapshot")
+            else part.snapshot()
             for name, part in parts.items()
         },
         "_batch_size": rb._batch_size,
         "_consume_after_n_samples": rb._consume_after_n_samples,
-        "_rng": None if generator is None else (generator.get_state(), str(generator.device)),
+        "_rng": None
+        if generator is None
+        else (generator.get_state(), str(generator.device)),
         "_flow": None if rb.flow is None else rb.flow.state_dict(),
         "_stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
         **dict(zip(_RETURNED, rb.returned, strict=True)),
@@ -168,7 +220,8 @@ def capture(rb: ReplayBuffer, *, copies: bool) -> State:
 
 
 def name_of(part: object) -> str:
-    """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
+    """Return the class name of a part, with that of a wrapped sampler:
+    ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
@@ -177,8 +230,13 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
     """Raise an error if a state has a wrong number that its part does not refuse."""
     counts = [*map(state.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED))]
     counts += map(state["_writer"].get, ("_cursor", "_write_count"))
-    if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
-        raise ValueError(f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}")
+    if not all(
+        count is None or (type(count) is int and 0 <= count < 1 << 63)
+        for count in counts
+    ):
+        raise ValueError(
+            f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}"
+        )
     if rb.flow is not None:
         rb.flow.refuse_state(state.get("_flow"))
     if state.get("_rng") is not None:
@@ -194,15 +252,19 @@ def restore(
     rows_only: bool = False,
     priorities: tuple[torch.Tensor, float] | None = None,
 ) -> None:
-    """Restore what :func:`capture` has returned; if a part refuses its state, undo all changes.
+    """Restore what :func:`capture` has returned; if a part refuses its state, undo all
+    changes.
 
     Args:
         rb: the buffer; the caller holds its locks.
         state: the state, which :func:`refuse` has checked.
-        put: replaces the rows; it returns their cells if they lie in others than before.
-        is_exact: whether samplers take their state; otherwise only their settings, and the rows are new for them.
+        put: replaces the rows; it returns their cells if they lie in others than
+            before.
+        is_exact: whether samplers take their state; otherwise only their settings, and
+            the rows are new for them.
         rows_only: whether only rows and counts of writes are restored.
-        priorities: the result of :func:`of_other_capacity` for rows that :func:`put` has moved.
+        priorities: the result of :func:`of_other_capacity` for rows that :func:`put`
+            has moved.
     """
     writer = state["_writer"]
     with all_or_nothing() as undo:
@@ -223,38 +285,56 @@ def restore(
         empty_part(rb.writer)
         set_cursor(rb.writer, writer.get("_cursor", 0), writer.get("_write_count", 0))
     else:
-        rb._batch_size, rb._consume_after_n_samples = state["_batch_size"], state.get("_consume_after_n_samples")
+        rb._batch_size, rb._consume_after_n_samples = (
+            state["_batch_size"],
+            state.get("_consume_after_n_samples"),
+        )
         rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
         restore_generator(rb, state.get("_rng"))
     if moved is not None:
         set_cursor(rb.writer, rb.storage.ring.cursor)
     if rb.flow is not None:
-        rb.flow.restore(None if rows_only else state.get("_flow"), row_count(rb.storage))
+        rb.flow.restore(
+            None if rows_only else state.get("_flow"), row_count(rb.storage)
+        )
     _end_loaded(rb)
     rb._connect(default_priorities=not is_exact)
-    if moved is not None and priorities is not None and rb.parts.prioritized is not None:
-        (since, to), (magnitude, largest), own = moved, priorities, rb.parts.prioritized.priorities
+    if (
+        moved is not None
+        and priorities is not None
+        and rb.parts.prioritized is not None
+    ):
+        (since, to), (magnitude, largest), own = (
+            moved,
+            priorities,
+            rb.parts.prioritized.priorities,
+        )
         known = magnitude[since] >= 0
         own.assign(to[known], magnitude[since][known], rb.storage, counts=False)
         own.largest = largest
 
 
 def _restore_settings(sampler: Any, state: State, undo: ExitStack) -> None:
-    """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
+    """Restore the settings of a sampler, and of those that it wraps, but nothing that
+    belongs to rows."""
     while sampler is not None and hasattr(sampler, "snapshot"):
         own = state.get("settings", state)
         with state_of(sampler):
-            undo.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))
+            undo.enter_context(
+                sampler._set({name: own[name] for name in sampler.state_keys})
+            )
         sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
 
 
 def _end_loaded(rb: ReplayBuffer) -> None:
-    """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
+    """After a load, end the unfinished trajectories that have ids, and those of the
+    statistics."""
     if isinstance(rb.storage, PackedStorage):
         rb.storage.end_trajectories()  # new collectors use the same ids again
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
-    if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities
+    # all loaded rows have their priorities
+    if rb.parts is not None and rb.parts.prioritized is not None:
         rb.parts.prioritized.priorities.keep(slice(0, None), rb.storage)
 
 
@@ -264,24 +344,36 @@ def _end_loaded(rb: ReplayBuffer) -> None:
 def of_other_capacity(
     rb: ReplayBuffer, state: State, rows: SavedRows | None, saved: int, own: int
 ) -> tuple[torch.Tensor, float] | None:
-    """Return the magnitudes of the saved rows, and the largest one so far; None without rows or priorities.
+    """Return the magnitudes of the saved rows, and the largest one so far; None without
+    rows or priorities.
 
     Raise a CheckpointError if the state of a part belongs to the saved capacity.
     """
     if getattr(rb.writer, "needs_capacity", False) or "_generation" in state["_writer"]:
         sizes = f"the dump has {saved} time steps, this buffer {own}"
-        raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
+        raise CheckpointError(
+            f"{sizes}: rollouts and tracked generations need the same capacity"
+        )
     innermost = innermost_of(rb.sampler)
     if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
         name = type(innermost).__name__
-        raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
+        raise CheckpointError(
+            f"a {name} can only be loaded into the same capacity; rows_only=True omits its state"
+        )
     if rb.parts.prioritized is None or rows is None:
         return None
     state, cells = innermost_state(state["_sampler"]), rows.matrix.shape[:-1].numel()
     magnitude, largest = state["magnitude"], float(state["largest"])
     is_known = magnitude.isfinite() & ((magnitude >= 0) | (magnitude == -1))
-    if magnitude.ndim != 1 or len(magnitude) < cells or not is_known.all() or not -1 <= largest < float("inf"):
-        raise ValueError(f"the saved priorities, {tuple(magnitude.shape)} and {largest}, are not those of {cells} rows")
+    if (
+        magnitude.ndim != 1
+        or len(magnitude) < cells
+        or not is_known.all()
+        or not -1 <= largest < float("inf")
+    ):
+        raise ValueError(
+            f"the saved priorities, {tuple(magnitude.shape)} and {largest}, are not those of {cells} rows"
+        )
     return magnitude, largest
 
 
@@ -301,13 +393,16 @@ def innermost_state(state: State) -> State:
 
 
 def restore_generator(rb: ReplayBuffer, saved: tuple[object, str] | None) -> None:
-    """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
+    """Restore the buffer's generator; create a generator if the buffer has none on the
+    saved device."""
     if saved is None:
         return
     found, own = _generator(*saved), generator_of(rb)
     if found is None:
         where = f"on {saved[1]}, which is not available"
-        warnings.warn(f"the dump's generator is {where}: it was not restored", stacklevel=4)
+        warnings.warn(
+            f"the dump's generator is {where}: it was not restored", stacklevel=4
+        )
     elif own is not None and own.device == found.device:
         own.set_state(saved[0])  # the same object: others may share it
     else:
@@ -336,7 +431,8 @@ def all_or_nothing() -> Iterator[ExitStack]:
 
 
 def load_part(part: Any, state: State, undo: ExitStack) -> None:
-    """Load a state into a part. Load samplers last: those of this package refuse a state before they change."""
+    """Load a state into a part. Load samplers last: those of this package refuse a
+    state before they change."""
     with state_of(part):
         if not hasattr(innermost_of(part), "snapshot"):
             undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))

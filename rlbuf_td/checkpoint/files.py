@@ -1,10 +1,13 @@
-"""Writes and reads the folder of a dump: its lock, its manifest, and its data files, which are never changed.
+"""Writes and reads the folder of a dump: its lock, its manifest, and its data files,
+which are never changed.
 
-``manifest.json`` is one JSON object: ``state`` holds what is saved, and ``about`` the kind of dump, when it was
-written, and by which versions. Its last entry is the checksum of all the text before it. A state consists of numbers,
-strings, lists, dicts with string keys, and tensors, and is never pickled. Tuples and shapes become lists. NaN and
-infinity are written as Python's ``json`` writes them. A tensor is ``{"$tensor": {"dtype", "shape", "chunks"}}``; its
-bytes are those of its chunks, in order. A chunk is a file, whose name is the checksum and the number of its bytes.
+``manifest.json`` is one JSON object: ``state`` holds what is saved, and ``about`` the
+kind of dump, when it was written, and by which versions. Its last entry is the checksum
+of all the text before it. A state consists of numbers, strings, lists, dicts with
+string keys, and tensors, and is never pickled. Tuples and shapes become lists. NaN and
+infinity are written as Python's ``json`` writes them. A tensor is
+``{"$tensor": {"dtype", "shape", "chunks"}}``; its bytes are those of its chunks, in
+order. A chunk is a file, whose name is the checksum and the number of its bytes.
 """
 
 from __future__ import annotations
@@ -37,17 +40,27 @@ FORMAT = "rlbuf_td checkpoint"
 DATA, MANIFEST = "data", "manifest.json"
 _LOCK, _NEXT = ".lock", f"{MANIFEST}.next"
 _TENSOR = "$tensor"
-_ROWS = ("_storage", "rows"), ("_storage", "entries")  # where a buffer's state holds the tensors of its rows
+# where a buffer's state holds the tensors of its rows
+_ROWS = ("_storage", "rows"), ("_storage", "entries")
 _FOLDER = re.compile(r"([a-z]+)-[0-9a-f]{16}")
 _CHUNK = re.compile(r"[0-9a-f]{24}-([0-9]{1,18})\.bin")
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
 _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 _WAIT_S = 600.0
 CHUNK_BYTES = 8 << 20
-_WRITERS = 8  # threads; their number does not depend on the cores, because they wait for the disk
+# threads; their number does not depend on the cores, because they wait for the disk
+_WRITERS = 8
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
-#: Errors of decoding or loading a malformed state. A manifest with a valid checksum may contain anything.
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+#: Errors of decoding or loading a malformed state. A manifest with a valid checksum may
+# contain anything.
+_MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+)
 
 
 class CheckpointError(ValueError):
@@ -64,10 +77,14 @@ class CheckpointError(ValueError):
 
 
 def checksum(data: np.ndarray | bytes) -> str:
-    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24 hexadecimal digits."""
-    array = np.frombuffer(data, np.uint8)  # the sum finds changes that a CRC alone would miss (one in 4e9)
+    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24
+    hexadecimal digits."""
+    # the sum finds changes that a CRC alone would miss (one in 4e9)
+    array = np.frombuffer(data, np.uint8)
     whole = len(array) // 8 * 8
-    words = int(array[:whole].view("<u8").sum(dtype=np.uint64)) + int.from_bytes(array[whole:].tobytes(), "little")
+    words = int(array[:whole].view("<u8").sum(dtype=np.uint64)) + int.from_bytes(
+        array[whole:].tobytes(), "little"
+    )
     return f"{zlib.crc32(array.data):08x}{words % (1 << 64):016x}"
 
 
@@ -78,7 +95,9 @@ def chunk_name(data: np.ndarray | bytes) -> str:
 def _chunk_size(name: object) -> int:
     found = _CHUNK.fullmatch(name) if isinstance(name, str) else None
     if found is None:
-        raise CheckpointError(f"the manifest names {name!r}, which is not a file of a dump")
+        raise CheckpointError(
+            f"the manifest names {name!r}, which is not a file of a dump"
+        )
     return int(found[1])
 
 
@@ -92,28 +111,40 @@ class DumpWriter:
         self.path, self.about = path, about
         self.previous = self._previous()
         (path / DATA).mkdir(exist_ok=True)
-        self._names = self.clean()  # of files that need not be written, or are being written
+        # of files that need not be written, or are being written
+        self._names = self.clean()
         self._lock = Lock()
 
     def _previous(self) -> Dump | None:
-        """Return the previous dump, or None if it is missing or damaged; refuse a manifest of another program."""
+        """Return the previous dump, or None if it is missing or damaged; refuse a
+        manifest of another program."""
         file = self.path / MANIFEST
         if file.is_file() and not _is_ours(file.read_bytes()):
             remedy = "It is not overwritten: choose another folder, or remove it"
-            raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td. {remedy}")
+            raise CheckpointError(
+                f"{file} is not the manifest of a dump of rlbuf_td. {remedy}"
+            )
         with suppress(CheckpointError):
             return Dump(self.path)
         return None
 
     def write(self, state: State) -> None:
-        """Write a state, whose tensors may be on any device, and replace the manifest by one of this dump.
+        """Write a state, whose tensors may be on any device, and replace the manifest
+        by one of this dump.
 
         A chunk that is in the previous dump is not written again.
         """
         found: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        document = {"format": FORMAT, "about": self.about, "state": _encode(state, found, "state")}
+        document = {
+            "format": FORMAT,
+            "about": self.about,
+            "state": _encode(state, found, "state"),
+        }
         tensors = [tensor for tensor, _ in found]
-        parts = [[part for part in _flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
+        parts = [
+            [part for part in _flat_bytes(tensor).split(CHUNK_BYTES) if len(part)]
+            for tensor in tensors
+        ]
         _wait_for_devices(tensors)
         with ThreadPoolExecutor(_WRITERS) as pool:
             names = pool.map(self._put, chain(*parts))
@@ -136,7 +167,8 @@ class DumpWriter:
         return name
 
     def clean(self) -> set[str]:
-        """Delete the files that the manifest does not list, such as those of an interrupted dump; return the others."""
+        """Delete the files that the manifest does not list, such as those of an
+        interrupted dump; return the others."""
         dump, kept = self._previous(), set()
         listed = {found[0] for found in _CHUNK.finditer(dump.text)} if dump else ()
         for file in (self.path / DATA).iterdir():
@@ -151,16 +183,24 @@ class DumpWriter:
 
 @contextmanager
 def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
-    """Create and lock the folder ``path``, and yield a writer; at the end, delete dump files that are not in use."""
+    """Create and lock the folder ``path``, and yield a writer; at the end, delete dump
+    files that are not in use."""
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder} cannot be created: it is a file; a dump is a folder") from error
+        raise CheckpointError(
+            f"{folder} cannot be created: it is a file; a dump is a folder"
+        ) from error
     with _locked(folder):
         written = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        versions = {name: str(sys.modules[name].__version__) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")}
-        writer = DumpWriter(folder, {"kind": kind, "written": written, "versions": versions})
+        versions = {
+            name: str(sys.modules[name].__version__)
+            for name in ("rlbuf_td", "torch", "tensordict", "torchrl")
+        }
+        writer = DumpWriter(
+            folder, {"kind": kind, "written": written, "versions": versions}
+        )
         try:
             yield writer
         finally:
@@ -172,8 +212,11 @@ def save_state(path: str | Path, kind: str, state: State) -> None:
         writer.write(state)
 
 
-def _encode(value: Any, tensors: list[tuple[torch.Tensor, dict[str, Any]]], where: str) -> Any:
-    """Convert ``value`` to JSON, and append its tensors and their entries, which lack their chunks, to ``tensors``.
+def _encode(
+    value: Any, tensors: list[tuple[torch.Tensor, dict[str, Any]]], where: str
+) -> Any:
+    """Convert ``value`` to JSON, and append its tensors and their entries, which lack
+    their chunks, to ``tensors``.
 
     ``where`` names the value in errors.
     """
@@ -185,20 +228,31 @@ def _encode(value: Any, tensors: list[tuple[torch.Tensor, dict[str, Any]]], wher
         value = torch.as_tensor(value, device="cpu")
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.layout is not torch.strided or value.is_quantized:
-            raise CheckpointError(f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold")
-        entry = {"dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape]}
+            raise CheckpointError(
+                f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold"
+            )
+        entry = {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [*value.shape],
+        }
         tensors.append((value.detach(), entry))
         return {_TENSOR: entry}
     if isinstance(value, list | tuple):
         return [_encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
     if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
         if wrong := [key for key in value if type(key) is not str or key == _TENSOR]:
-            raise CheckpointError(f"{where} has the key {wrong[0]!r}: keys in a dump are strings other than {_TENSOR}")
-        return {key: _encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
+            raise CheckpointError(
+                f"{where} has the key {wrong[0]!r}: keys in a dump are strings other than {_TENSOR}"
+            )
+        return {
+            key: _encode(item, tensors, f"{where}.{key}") for key, item in value.items()
+        }
     content = "numbers, strings, lists, dicts and tensors, and no objects whose loading executes code"
     if "SegmentTree" in type(value).__name__:
         content += ". Use a ProportionalSampler, which also loads the state_dict() of a PrioritizedSampler"
-    raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}"
+    )
 
 
 def _write_file(path: Path, data: np.ndarray | bytes) -> None:
@@ -232,10 +286,17 @@ class Dump:
             raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if data[-_SUFFIX_BYTES:] != _SUFFIX.format(checksum(data[:-_SUFFIX_BYTES])).encode():
+        if (
+            data[-_SUFFIX_BYTES:]
+            != _SUFFIX.format(checksum(data[:-_SUFFIX_BYTES])).encode()
+        ):
             if _is_ours(data):
-                raise CheckpointError(f"{file} is damaged or cut short: its checksum does not match")
-            raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged")
+                raise CheckpointError(
+                    f"{file} is damaged or cut short: its checksum does not match"
+                )
+            raise CheckpointError(
+                f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged"
+            )
         try:
             self.text = data.decode()
             document = json.loads(self.text)
@@ -264,23 +325,40 @@ class Dump:
 class SavedTensor:
     """A tensor of a dump, whose files are read when they are needed.
 
-    The constructor refuses an entry of a manifest with contradictory sizes or invalid file names.
+    The constructor refuses an entry of a manifest with contradictory sizes or invalid
+    file names.
     """
 
     def __init__(self, dump: Dump, entry: Any) -> None:
         self._folder = dump.path / DATA
         try:
             dtype, shape = getattr(torch, entry["dtype"], None), entry["shape"]
-            self._chunks: list[tuple[str, int]] = [(name, _chunk_size(name)) for name in entry["chunks"]]
+            self._chunks: list[tuple[str, int]] = [
+                (name, _chunk_size(name)) for name in entry["chunks"]
+            ]
         except (LookupError, TypeError) as error:
-            raise CheckpointError(f"the manifest's description of a tensor cannot be read: {error}") from error
+            raise CheckpointError(
+                f"the manifest's description of a tensor cannot be read: {error}"
+            ) from error
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"the manifest names an unknown dtype {entry['dtype']!r}")
-        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-            raise CheckpointError("the manifest gives a size that is not a whole number")
-        self.dtype, self.shape, self.nbytes = dtype, torch.Size(shape), math.prod(shape) * dtype.itemsize
+            raise CheckpointError(
+                f"the manifest names an unknown dtype {entry['dtype']!r}"
+            )
+        if not isinstance(shape, list) or not all(
+            type(size) is int and 0 <= size < 1 << 62 for size in shape
+        ):
+            raise CheckpointError(
+                "the manifest gives a size that is not a whole number"
+            )
+        self.dtype, self.shape, self.nbytes = (
+            dtype,
+            torch.Size(shape),
+            math.prod(shape) * dtype.itemsize,
+        )
         if self.nbytes != sum(nbytes for _, nbytes in self._chunks):
-            raise CheckpointError(f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}")
+            raise CheckpointError(
+                f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}"
+            )
 
     def verify(self) -> None:
         """Raise a CheckpointError if a file is missing or damaged."""
@@ -295,46 +373,67 @@ class SavedTensor:
 
     def read_into(self, target: torch.Tensor) -> None:
         _wait_for_devices([target])
-        self._read([*_flat_bytes(target).split([nbytes for _, nbytes in self._chunks])] if self._chunks else [])
+        self._read(
+            [*_flat_bytes(target).split([nbytes for _, nbytes in self._chunks])]
+            if self._chunks
+            else []
+        )
 
     def _read(self, targets: Sequence[torch.Tensor | None]) -> None:
-        """Read the chunks into ``targets``; where a target is None, only check the chunk."""
+        """Read the chunks into ``targets``; where a target is None, only check the
+        chunk."""
         with ThreadPoolExecutor(_READERS) as pool:
-            for _ in pool.map(self._read_chunk, self._chunks, targets):  # which raises its errors
+            # which raises its errors
+            for _ in pool.map(self._read_chunk, self._chunks, targets):
                 pass
 
     def _read_chunk(self, chunk: tuple[str, int], target: torch.Tensor | None) -> None:
-        # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
+        # NumPy uses huge pages, which makes a comparison three times as fast as in
+        # torch's memory.
         name, nbytes = chunk
         file = self._require(name, nbytes)
-        data = np.empty(nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
+        data = (
+            np.empty(nbytes, np.uint8)
+            if target is None or not target.is_cpu
+            else target.numpy()
+        )
         with open(file, "rb") as opened:
             if opened.readinto(data) != nbytes:  # pyrefly: ignore [bad-argument-type]
                 raise CheckpointError(f"{file} became shorter while it was read")
         if chunk_name(data) != name:
-            raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
+            raise CheckpointError(
+                f"{file} is damaged: its checksum does not match the manifest's"
+            )
         if target is not None and not target.is_cpu:
             target.copy_(torch.from_numpy(data))
 
     def _require(self, name: str, nbytes: int) -> Path:
-        """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""
+        """Return the file of a chunk; raise a CheckpointError if the file is missing or
+        has the wrong size."""
         file = self._folder / name
         try:
             status = file.lstat()
         except OSError as error:
-            found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+            found = (
+                "is missing"
+                if isinstance(error, FileNotFoundError)
+                else f"cannot be read: {error}"
+            )
             raise CheckpointError(f"{file} {found}") from error
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{file} is not a plain file")
         if status.st_size != nbytes:
             kind = "cut short" if status.st_size < nbytes else "too long"
-            raise CheckpointError(f"{file} is {kind}: {status.st_size} bytes, the manifest says {nbytes}")
+            raise CheckpointError(
+                f"{file} is {kind}: {status.st_size} bytes, the manifest says {nbytes}"
+            )
         return file
 
 
 @contextmanager
 def reading(path: str | Path, kind: str) -> Iterator[Dump]:
-    """Lock the folder ``path``, and yield its dump; refuse a dump that is not of this ``kind``.
+    """Lock the folder ``path``, and yield its dump; refuse a dump that is not of this
+    ``kind``.
 
     Errors from a malformed state become a CheckpointError that names the dump.
     """
@@ -345,13 +444,19 @@ def reading(path: str | Path, kind: str) -> Iterator[Dump]:
         dump = Dump(folder)
         found = dump.about.get("kind")
         if found != kind:
-            raise CheckpointError(f"{folder} holds a dump of a {found}, expected one of a {kind}")
+            raise CheckpointError(
+                f"{folder} holds a dump of a {found}, expected one of a {kind}"
+            )
         try:
             yield dump
         except CheckpointError:
             raise
         except _MALFORMED as error:
-            words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            words = (
+                str(error)
+                if isinstance(error, ValueError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise CheckpointError(f"cannot load {folder}: {words}") from error
 
 
@@ -378,34 +483,43 @@ def _instead(path: Path) -> str:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes as 1-D uint8, without a copy if the tensor is contiguous."""
+    """Return a tensor's bytes as 1-D uint8, without a copy if the tensor is
+    contiguous."""
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.as_strided([tensor.numel()], [1]).view(torch.uint8)  # one number is contiguous with any stride
+    # one number is contiguous with any stride
+    return tensor.as_strided([tensor.numel()], [1]).view(torch.uint8)
 
 
 def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait until the devices have written the tensors, because dumps and loads copy them in other threads."""
+    """Wait until the devices have written the tensors, because dumps and loads copy
+    them in other threads."""
     for tensor in tensors:
-        tensor.reshape(-1)[:1].cpu()  # a read waits for the work that this thread has queued before
+        # a read waits for the work that this thread has queued before
+        tensor.reshape(-1)[:1].cpu()
 
 
 @contextmanager
 def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
-    """Lock a folder against other dumps and loads; the system releases the lock if this process dies."""
+    """Lock a folder against other dumps and loads; the system releases the lock if this
+    process dies."""
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:
         try:
             stack.enter_context(FileLock(path / _LOCK, timeout=_WAIT_S))
         except Timeout as error:
-            raise CheckpointError(f"another dump into {path} has been running for {_WAIT_S:.0f} seconds") from error
+            raise CheckpointError(
+                f"another dump into {path} has been running for {_WAIT_S:.0f} seconds"
+            ) from error
         except OSError:
-            if not for_reading:  # a reader may use a read-only folder, which has no dumps in progress
+            # a reader may use a read-only folder, which has no dumps in progress
+            if not for_reading:
                 raise
         yield
 
 
-# -- dumps of several buffers: each has a folder of its own, and is valid once a manifest elsewhere names the folder
+# -- dumps of several buffers: each has a folder of its own, and is valid once a
+# manifest elsewhere names the folder
 
 
 def is_folder(name: object) -> bool:
@@ -414,16 +528,20 @@ def is_folder(name: object) -> bool:
 
 
 def new_folder(path: Path, kind: str, last: object, members: Collection[str]) -> Path:
-    """Return the folder of a new dump, with links to the ``members`` of the ``last`` one, if it is there.
+    """Return the folder of a new dump, with links to the ``members`` of the ``last``
+    one, if it is there.
 
-    Members that have not changed are then not written again. The folder's name begins with ``kind``.
+    Members that have not changed are then not written again. The folder's name begins
+    with ``kind``.
     """
     folder = path / f"{kind}-{secrets.token_hex(8)}"
     folder.mkdir(parents=True)
     for name in members if is_folder(last) else ():
         with suppress(OSError):  # a new member, or a file system without hard links
             before, ignored = path / str(last) / name, shutil.ignore_patterns(".lock")
-            shutil.copytree(before, folder / name, copy_function=os.link, ignore=ignored)
+            shutil.copytree(
+                before, folder / name, copy_function=os.link, ignore=ignored
+            )
     return folder
 
 

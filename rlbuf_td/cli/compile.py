@@ -1,7 +1,9 @@
 """``python -m rlbuf_td compile``: compile all loops ahead, for containers and clusters.
 
-Buffers of each kind are written to, sampled and updated, so that their loops are compiled. The code is for this kind of
-processor: run the command on a machine like those that will train, with the same ``NUMBA_CACHE_DIR``, if it is set.
+Buffers of each kind are written to, sampled and updated, so that their loops are
+compiled. The code is for this kind of
+processor: run the command on a machine like those that will train, with the same
+``NUMBA_CACHE_DIR``, if it is set.
 """
 
 from __future__ import annotations
@@ -28,14 +30,27 @@ ROWS, BATCH = 256, 8
 def transitions(*lead: int) -> TensorDict:
     """Return random rows of short episodes, with goals and values."""
     observation, goal, value = (torch.rand(*lead, width) for width in (3, 3, 1))
-    following = {"observation": observation, "achieved_goal": goal, "reward": value, "state_value": value}
+    following = {
+        "observation": observation,
+        "achieved_goal": goal,
+        "reward": value,
+        "state_value": value,
+    }
     following |= dict.fromkeys(("done", "terminated"), torch.rand(*lead, 1) < 0.1)
-    root: dict[NestedKey, Any] = {"observation": observation, "desired_goal": goal, "state_value": value}
+    root: dict[NestedKey, Any] = {
+        "observation": observation,
+        "desired_goal": goal,
+        "state_value": value,
+    }
     return TensorDict(root | {"next": following}, lead)
 
 
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
-    return -(batch.get(("next", "achieved_goal")) - batch.get("desired_goal")).abs().sum(-1)
+    return (
+        -(batch.get(("next", "achieved_goal")) - batch.get("desired_goal"))
+        .abs()
+        .sum(-1)
+    )
 
 
 def n_step(sampler: Sampler) -> Sampler:
@@ -52,19 +67,28 @@ def use(rb: Any) -> None:
         rb.extend(transitions(60))
         rb.add(transitions())
         batch = rb.sample()
-        rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.batch_size)))
+        rb.update_tensordict_priority(
+            batch.set("td_error", torch.rand(batch.batch_size))
+        )
 
 
-def buffer(sampler: Callable[[], Sampler], cls: type = rl.ReplayBuffer, **storage: Any) -> Any:
+def buffer(
+    sampler: Callable[[], Sampler], cls: type = rl.ReplayBuffer, **storage: Any
+) -> Any:
     made = sampler()
-    rows, batch_size = rl.PackedStorage(ROWS, **storage), BATCH * getattr(made, "window", 1)
+    rows, batch_size = (
+        rl.PackedStorage(ROWS, **storage),
+        BATCH * getattr(made, "window", 1),
+    )
     use(rb := cls(storage=rows, sampler=made, batch_size=batch_size))
     return rb
 
 
 def lanes(sampler: Sampler) -> None:
     rows = rl.PackedStorage(ROWS, ndim=2)
-    rb = rl.ReplayBuffer(storage=rows, sampler=sampler, batch_size=BATCH, stats=rl.EpisodeStats())
+    rb = rl.ReplayBuffer(
+        storage=rows, sampler=sampler, batch_size=BATCH, stats=rl.EpisodeStats()
+    )
     rb.extend(transitions(2, 60))
     rb.add(transitions(2))
     for lane in range(2):
@@ -84,9 +108,16 @@ def in_files() -> None:
 
 
 def mixture() -> None:
-    members = {name: rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=proportional()) for name in "ab"}
+    members = {
+        name: rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=proportional())
+        for name in "ab"
+    }
     members["b"].extend(transitions(60))
-    use(rl.ReplayBufferMixture(members, {"a": 0.5, "b": 0.5}, batch_size=BATCH, writes_to="a"))
+    use(
+        rl.ReplayBufferMixture(
+            members, {"a": 0.5, "b": 0.5}, batch_size=BATCH, writes_to="a"
+        )
+    )
 
 
 def states() -> None:
@@ -119,10 +150,16 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": rl.UniformSampler,
     "n-step": lambda: n_step(proportional()),
     "sequences": lambda: rl.SequenceSampler(proportional(), 3, burn_in=1),
-    "strict sequences": lambda: rl.SequenceSampler(rl.RankSampler(ROWS), 3, boundary="strict"),
-    "sequences of n-step": lambda: rl.SequenceSampler(n_step(proportional()), 3, priority="mix"),
+    "strict sequences": lambda: rl.SequenceSampler(
+        rl.RankSampler(ROWS), 3, boundary="strict"
+    ),
+    "sequences of n-step": lambda: rl.SequenceSampler(
+        n_step(proportional()), 3, priority="mix"
+    ),
     "hindsight": lambda: rl.HindsightSampler(rl.UniformSampler(), reward_fn),
-    "n-step of hindsight": lambda: n_step(rl.HindsightSampler(rl.UniformSampler(), reward_fn)),
+    "n-step of hindsight": lambda: n_step(
+        rl.HindsightSampler(rl.UniformSampler(), reward_fn)
+    ),
     "rows once in a batch": lambda: rl.UniformSampler(unique=True),
     "young rows": lambda: rl.UniformSampler(max_age=20),
     "minibatches": lambda: rl.MinibatchSampler(2),
@@ -130,12 +167,16 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "fresh rows": lambda: rl.FreshRowsSampler(proportional()),
     "episodes": lambda: rl.EpisodeSampler(finished_only=False),
 }
-USES: dict[str, Callable[[], object]] = {name: partial(buffer, sampler) for name, sampler in SAMPLERS.items()} | {
+USES: dict[str, Callable[[], object]] = {
+    name: partial(buffer, sampler) for name, sampler in SAMPLERS.items()
+} | {
     "observations once": partial(buffer, SAMPLERS["n-step"], share_next=True),
     "lanes": lambda: lanes(proportional()),
     "lanes, n-step": lambda: lanes(n_step(rl.UniformSampler())),
     "shared": partial(buffer, proportional, shared=True),
-    "shared, observations once": partial(buffer, rl.UniformSampler, shared=True, share_next=True),
+    "shared, observations once": partial(
+        buffer, rl.UniformSampler, shared=True, share_next=True
+    ),
     "files": in_files,
     "mixture": mixture,
     "states": states,
@@ -151,7 +192,9 @@ def main(options: Namespace) -> int:
 
     place = folder()
     if place is None:
-        raise UsageError("no cache folder is writable: set NUMBA_CACHE_DIR to a writable folder")
+        raise UsageError(
+            "no cache folder is writable: set NUMBA_CACHE_DIR to a writable folder"
+        )
     for name, run in USES.items():
         begun = time.perf_counter()
         run()

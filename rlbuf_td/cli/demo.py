@@ -1,4 +1,5 @@
-"""Train DQN with TorchRL's environment, collector and loss, and with this package's replay buffer.
+"""Train DQN with TorchRL's environment, collector and loss, and with this package's
+replay buffer.
 
 Run this script with ``python -m rlbuf_td demo``. The main part is :func:`train`.
 """
@@ -13,7 +14,13 @@ from pathlib import Path
 import gymnasium
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
@@ -22,7 +29,14 @@ from torchrl.envs import EnvBase, GymEnv
 from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from rlbuf_td import EpisodeStats, NStepSampler, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    EpisodeStats,
+    NStepSampler,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    UniformSampler,
+)
 from rlbuf_td.cli import UsageError
 from rlbuf_td.diagnostics.plots import plot_episodes
 
@@ -39,14 +53,26 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-def make_policy(env: EnvBase, device: torch.device, cells: int = 256) -> tuple[TensorDictSequential, EGreedyModule]:
-    """Return a greedy policy, and an epsilon-greedy exploration module with decaying epsilon."""
+def make_policy(
+    env: EnvBase, device: torch.device, cells: int = 256
+) -> tuple[TensorDictSequential, EGreedyModule]:
+    """Return a greedy policy, and an epsilon-greedy exploration module with decaying
+    epsilon."""
     spec = env.action_spec
     if not hasattr(spec.space, "n"):
         raise UsageError("DQN needs an environment with discrete actions")
-    network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[cells, cells], device=device)
-    value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
-    explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.01, annealing_num_steps=EXPLORE, device=device)
+    network = MLP(
+        env.observation_spec["observation"].shape[-1],
+        spec.space.n,
+        num_cells=[cells, cells],
+        device=device,
+    )
+    value = TensorDictModule(
+        network, in_keys=["observation"], out_keys=["action_value"]
+    )
+    explore = EGreedyModule(
+        spec, eps_init=1.0, eps_end=0.01, annealing_num_steps=EXPLORE, device=device
+    )
     return TensorDictSequential([value, QValueModule(spec=spec)]), explore
 
 
@@ -55,15 +81,22 @@ class Learner:
 
     def __init__(self, policy: TensorDictSequential, env: EnvBase, steps: int) -> None:
         self.loss_module = DQNLoss(
-            policy, action_space=env.action_spec, double_dqn=True, delay_value=True, loss_function="smooth_l1"
+            policy,
+            action_space=env.action_spec,
+            double_dqn=True,
+            delay_value=True,
+            loss_function="smooth_l1",
         )
         self.loss_module.make_value_estimator(gamma=GAMMA)
         self.target_update = SoftUpdate(self.loss_module, tau=0.005)
         self.optimizer = torch.optim.Adam(self.loss_module.parameters(), lr=1e-3)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=steps // FRAMES)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(
+            self.optimizer, 1.0, 0.1, total_iters=steps // FRAMES
+        )
 
     def learn(self, batch: TensorDictBase) -> None:
-        """Take an optimizer step; the loss reads "priority_weight" from the batch and adds "td_error"."""
+        """Take an optimizer step; the loss reads "priority_weight" from the batch and
+        adds "td_error"."""
         loss = self.loss_module(batch)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
@@ -72,21 +105,43 @@ class Learner:
         self.target_update.step()
 
 
-def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path) -> EpisodeStats:
-    """Train until the environment is solved; leave a picture of all episodes in the folder ``out``."""
+def train(
+    env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path
+) -> EpisodeStats:
+    """Train until the environment is solved; leave a picture of all episodes in the
+    folder ``out``."""
     torch.manual_seed(seed)
     steps = -(-steps // FRAMES) * FRAMES
     env = GymEnv(env_name)
     env.set_seed(seed)
     policy, explore = make_policy(env, device)
-    learner, acting = Learner(policy, env, steps), TensorDictSequential([policy, explore])
+    learner, acting = (
+        Learner(policy, env, steps),
+        TensorDictSequential([policy, explore]),
+    )
     frames = {"frames_per_batch": FRAMES, "total_frames": steps}
-    collector = Collector(env, acting, **frames, policy_device=device, auto_register_policy_transforms=False)
-    n_step, stats = NStepSampler(SAMPLERS[sampler](), n_steps=N_STEPS, gamma=GAMMA), EpisodeStats(window=WINDOW)
-    buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=n_step, batch_size=128, stats=stats)
+    collector = Collector(
+        env,
+        acting,
+        **frames,
+        policy_device=device,
+        auto_register_policy_transforms=False,
+    )
+    n_step, stats = (
+        NStepSampler(SAMPLERS[sampler](), n_steps=N_STEPS, gamma=GAMMA),
+        EpisodeStats(window=WINDOW),
+    )
+    buffer = ReplayBuffer.from_env(
+        env, CAPACITY, device=device, sampler=n_step, batch_size=128, stats=stats
+    )
 
     threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[shown]}")
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[shown]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task("", total=steps, shown="")
         for data in collector:
@@ -115,12 +170,15 @@ def mean_return(stats: EpisodeStats) -> float:
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
-    """Refuse options that cannot work, limit torch to one thread, and return a folder for the results."""
+    """Refuse options that cannot work, limit torch to one thread, and return a folder
+    for the results."""
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).partition("\n")[0].partition(". ")[0]
-        raise UsageError(f"--device {options.device}: torch cannot use this device here: {first}") from None
+        raise UsageError(
+            f"--device {options.device}: torch cannot use this device here: {first}"
+        ) from None
     try:
         gymnasium.make(options.env).close()
     except (gymnasium.error.Error, ImportError) as error:
@@ -138,10 +196,16 @@ def prepare(options: argparse.Namespace, name: str) -> Path:
 def main(options: argparse.Namespace) -> int:
     steps, sampler = options.steps or STEPS, options.sampler
     if steps < WARM_UP:
-        raise UsageError(f"--steps must be at least {WARM_UP}: learning begins after {WARM_UP} steps")
+        raise UsageError(
+            f"--steps must be at least {WARM_UP}: learning begins after {WARM_UP} steps"
+        )
     out, began = prepare(options, f"dqn-{options.env}-{sampler}"), time.perf_counter()
-    stats = train(options.env, sampler, steps, options.seed, torch.device(options.device), out)
-    print(f"mean return of the last {WINDOW} training episodes: {mean_return(stats):.1f}, after {stats.steps:,} steps")
+    stats = train(
+        options.env, sampler, steps, options.seed, torch.device(options.device), out
+    )
+    print(
+        f"mean return of the last {WINDOW} training episodes: {mean_return(stats):.1f}, after {stats.steps:,} steps"
+    )
     print(f"{time.perf_counter() - began:,.0f} s")
     print(f"learning curve: {out / 'learning_curve.png'}")
     print("next: try --sampler uniform")

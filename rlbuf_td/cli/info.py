@@ -37,19 +37,37 @@ def facts() -> Iterator[tuple[str, str]]:
             yield name, "not installed"
     yield "system", platform.platform()
     yield "processor", f"{_processor()} ({platform.machine()})"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cores", f"{os.cpu_count()}, {usable} usable; torch uses {torch.get_num_threads()} threads"
+    usable = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
+    yield (
+        "cores",
+        f"{os.cpu_count()}, {usable} usable; torch uses {torch.get_num_threads()} threads",
+    )
     yield "memory", ram().words()
     yield "GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    yield "compiled loops", f"off ({OFF}): the reference in torch runs" if OFF else _compiled_loops()
-    yield "cache folder", "none, because compiled loops are off" if OFF else _cache_folder()
+    yield (
+        "compiled loops",
+        f"off ({OFF}): the reference in torch runs" if OFF else _compiled_loops(),
+    )
+    yield (
+        "cache folder",
+        "none, because compiled loops are off" if OFF else _cache_folder(),
+    )
 
 
 def _processor() -> str:
-    """Return the processor's name, where Linux knows it; Python itself often knows only its architecture."""
+    """Return the processor's name, where Linux knows it; Python itself often knows only
+    its architecture."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        names = (
+            line.partition(":")[2].strip()
+            for line in lines
+            if line.startswith("model name")
+        )
         return next(names, platform.processor())
     return platform.processor() or "unknown"
 
@@ -71,4 +89,6 @@ def _cache_folder() -> str:
     if place is None:
         return "none is writable; set NUMBA_CACHE_DIR to a writable folder"
     files = [path.stat().st_size for path in place.rglob("*.nbc")]
-    return f"{place} (writable, {len(files)} compiled functions, {show_bytes(sum(files))})"
+    return (
+        f"{place} (writable, {len(files)} compiled functions, {show_bytes(sum(files))})"
+    )

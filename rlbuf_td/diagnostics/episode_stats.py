@@ -21,7 +21,8 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Key: TypeAlias = tuple[str, ...]
 Reduction = Literal["sum", "mean", "last"]
-#: Counts steps, given the addresses of the leaves of a write, and the ``shape`` and ``strides`` of :class:`Steps`.
+#: Counts steps, given the addresses of the leaves of a write, and the ``shape`` and
+# ``strides`` of :class:`Steps`.
 Record: TypeAlias = Callable[[np.ndarray, tuple[int, int], tuple[int, int]], None]
 
 _REDUCTIONS = ("sum", "mean", "last")  # in the kernel's order
@@ -30,8 +31,21 @@ _SUMMARIES = ("mean", "std", "min", "max")
 _FORGET_AFTER = 1_000  # writes
 _NO_LANES = np.zeros(0, np.int64)
 #: The stored dtypes that compiled code reads as each dtype.
-_READ_AS = {torch.float64: (torch.float32, torch.float64), torch.bool: (torch.bool,), torch.int64: (torch.int64,)}
-_STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
+_READ_AS = {
+    torch.float64: (torch.float32, torch.float64),
+    torch.bool: (torch.bool,),
+    torch.int64: (torch.int64,),
+}
+_STATE = (
+    "_records",
+    "_ends",
+    "_counters",
+    "_lane_slot",
+    "_keys",
+    "_lengths",
+    "_touched",
+    "_sums",
+)
 
 
 class Steps(NamedTuple):
@@ -39,34 +53,43 @@ class Steps(NamedTuple):
 
     shape: tuple[int, int]  # number of time steps, number of lanes
     strides: tuple[int, int]  # rows between time steps, and between lanes
-    columns: list[torch.Tensor | None]  # trajectory ids, done, metrics, reasons: contiguous, one number per row
+    # trajectory ids, done, metrics, reasons: contiguous, one number per row
+    columns: list[torch.Tensor | None]
 
 
 class EpisodeStats:
     """Returns, lengths and other metrics of the last episodes.
 
-    A buffer made with ``ReplayBuffer(..., stats=EpisodeStats())`` counts the steps of every write, before any
-    transform. Without a buffer, call :meth:`update`. An episode consists of the steps with the same trajectory id
-    (without ids, in the same lane) up to a ``done``; it may span several writes. An unfinished episode without a step
-    in the last 1,000 writes may be dropped. Returns are undiscounted.
+    A buffer made with ``ReplayBuffer(..., stats=EpisodeStats())`` counts the steps of
+    every write, before any transform. Without a buffer, call :meth:`update`. An episode
+    consists of the steps with the same trajectory id (without ids, in the same lane) up
+    to a ``done``; it may span several writes. An unfinished episode without a step in
+    the last 1,000 writes may be dropped. Returns are undiscounted.
 
     Args:
-        keys: further metrics with one number per step, as a dict from keys to ``"sum"``, ``"mean"`` or ``"last"``, such
-            as ``{("next", "speed"): "mean"}``. If ``keys`` is a sequence, its metrics are summed over the episode.
+        keys: further metrics with one number per step, as a dict from keys to
+            ``"sum"``, ``"mean"`` or ``"last"``, such as
+            ``{("next", "speed"): "mean"}``. If ``keys`` is a sequence, its metrics are
+            summed over the episode.
         window: the number of episodes that :meth:`summary` covers.
         prefix: the prefix of the names in :meth:`summary`.
-        reasons: keys of further flags to read at the end of an episode, such as ``[("next", "success")]``.
-        history: the number of episodes to keep for plots and :meth:`history`; raised to ``window`` if smaller.
+        reasons: keys of further flags to read at the end of an episode, such as
+            ``[("next", "success")]``.
+        history: the number of episodes to keep for plots and :meth:`history`; raised to
+            ``window`` if smaller.
         reward_key: the key of the rewards.
-        done_key: the key of ``done``; ``terminated`` and ``truncated`` lie beside it. If one of these three flags is
-            missing, it is derived from the others.
-        trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are padding and are ignored.
+        done_key: the key of ``done``; ``terminated`` and ``truncated`` lie beside it.
+            If one of these three flags is missing, it is derived from the others.
+        trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are
+            padding and are ignored.
 
     Raises:
-        ValueError: an argument is out of range, or two metrics or two reasons have the same name.
+        ValueError: an argument is out of range, or two metrics or two reasons have the
+            same name.
 
-    Cost: O(steps) per write. Data on another device is copied to the host, so that each write waits for it. If several
-    processes write to the buffer, the statistics in each process count its own steps.
+    Cost: O(steps) per write. Data on another device is copied to the host, so that each
+    write waits for it. If several processes write to the buffer, the statistics in each
+    process count its own steps.
 
     Example:
         >>> from tensordict import TensorDict
@@ -91,23 +114,40 @@ class EpisodeStats:
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
         if window < 1 or history < 1:
-            raise ValueError(f"window and history must be at least 1, got {window} and {history}")
-        how = keys if isinstance(keys, Mapping) else dict.fromkeys(map(as_tuple, keys), "sum")
+            raise ValueError(
+                f"window and history must be at least 1, got {window} and {history}"
+            )
+        how = (
+            keys
+            if isinstance(keys, Mapping)
+            else dict.fromkeys(map(as_tuple, keys), "sum")
+        )
         if not set(how.values()) <= set(_REDUCTIONS):
-            raise ValueError(f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}")
+            raise ValueError(
+                f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}"
+            )
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
         self._trajectory_key, done = as_tuple(trajectory_key), as_tuple(done_key)
-        self._flags = flags = [done, *((*done[:-1], name) for name in ("terminated", "truncated"))]
+        self._flags = flags = [
+            done,
+            *((*done[:-1], name) for name in ("terminated", "truncated")),
+        ]
         others, more = [*map(as_tuple, how)], [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
-        self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]
+        self._columns += [
+            (key, torch.float64) for key in (as_tuple(reward_key), *others)
+        ]
         self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]
         self.metrics = ("length", "return", *map(_name, others))
         self.reasons = ("terminated", "truncated", *map(_name, more))
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
-                raise ValueError(f"each metric and each reason needs a unique name, got {names}")
-        self._reduction = np.array([_REDUCTIONS.index(each) for each in ("sum", *how.values())], np.uint8)
+                raise ValueError(
+                    f"each metric and each reason needs a unique name, got {names}"
+                )
+        self._reduction = np.array(
+            [_REDUCTIONS.index(each) for each in ("sum", *how.values())], np.uint8
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -118,44 +158,70 @@ class EpisodeStats:
         self._records = np.zeros((self._rows, 1 + len(self.metrics)))
         self._ends = np.zeros((self._rows, reasons), np.uint8)
         self._counters = np.zeros(3, np.int64)
-        self._lane_slot, self._keys, self._lengths, self._touched = (np.zeros(0, np.int64) for _ in range(4))
+        self._lane_slot, self._keys, self._lengths, self._touched = (
+            np.zeros(0, np.int64) for _ in range(4)
+        )
         self._sums = np.zeros((0, metrics))
 
     def forget_open(self) -> None:
-        """Drop unfinished episodes that have trajectory ids, because new collectors use the same ids again."""
+        """Drop unfinished episodes that have trajectory ids, because new collectors use
+        the same ids again."""
         self._keys[self._keys >= 0] = _FREE
 
     def update(self, data: TensorDictBase, *, time_dim: int | None = -1) -> None:
         """Count the steps of a write.
 
         Args:
-            data: the steps, with batch size ``[T]``, ``[E, T]`` (as collectors return them), or more lane dims.
-            time_dim: the batch dim of time. With ``None``, ``data`` is one time step, and all batch dims are lanes.
+            data: the steps, with batch size ``[T]``, ``[E, T]`` (as collectors return
+                them), or more lane dims.
+            time_dim: the batch dim of time. With ``None``, ``data`` is one time step,
+                and all batch dims are lanes.
 
         Raises:
-            KeyError: ``data`` lacks the rewards or a key of ``keys`` or ``reasons``, or has no end flag (done,
-                terminated or truncated); no step is counted.
-            ValueError: a key does not hold one number per step, or ``time_dim`` is not a batch dim; no step is counted.
+            KeyError: ``data`` lacks the rewards or a key of ``keys`` or ``reasons``, or
+                has no end flag (done, terminated or truncated); no step is counted.
+            ValueError: a key does not hold one number per step, or ``time_dim`` is not
+                a batch dim; no step is counted.
         """
         self.record(self.read(data, time_dim=time_dim))
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
-        """Convert the steps of a write for :meth:`record`; this is the first half of :meth:`update`."""
+        """Convert the steps of a write for :meth:`record`; this is the first half of
+        :meth:`update`."""
         size = data.batch_size
         if time_dim is None:
             shape, strides = (1, prod(size)), (0, 1)
         elif not -len(size) <= time_dim < len(size):
-            raise ValueError(f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None")
+            raise ValueError(
+                f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None"
+            )
         else:
             time_dim %= len(size)
-            steps, lanes = size[time_dim], prod(size[:time_dim]) * prod(size[time_dim + 1 :])
-            shape, strides = (steps, lanes), ((lanes, 1) if time_dim == 0 else (1, steps))
+            steps, lanes = (
+                size[time_dim],
+                prod(size[:time_dim]) * prod(size[time_dim + 1 :]),
+            )
+            shape, strides = (
+                (steps, lanes),
+                ((lanes, 1) if time_dim == 0 else (1, steps)),
+            )
             if 0 < time_dim < len(size) - 1:
-                data = data.permute(*(d for d in range(len(size)) if d != time_dim), time_dim)
-        columns = [self._column(data, key, kind, shape[0] * shape[1]) for key, kind in self._columns]
-        return Steps(shape, strides, [x if x is None else x.cpu().resolve_neg().contiguous() for x in columns])
+                data = data.permute(
+                    *(d for d in range(len(size)) if d != time_dim), time_dim
+                )
+        columns = [
+            self._column(data, key, kind, shape[0] * shape[1])
+            for key, kind in self._columns
+        ]
+        return Steps(
+            shape,
+            strides,
+            [x if x is None else x.cpu().resolve_neg().contiguous() for x in columns],
+        )
 
-    def _column(self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int) -> torch.Tensor | None:
+    def _column(
+        self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int
+    ) -> torch.Tensor | None:
         x = leaf_of(data, key)
         if x is None:
             if key == self._trajectory_key:
@@ -163,16 +229,22 @@ class EpisodeStats:
             x = self._implied(data, key)
         if x.numel() != rows:
             shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
-            raise ValueError(f"EpisodeStats needs one number per step, got {shape}: name a key that has one")
+            raise ValueError(
+                f"EpisodeStats needs one number per step, got {shape}: name a key that has one"
+            )
         if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
             return x
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags)
+        done, terminated, truncated = (
+            None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags
+        )
         known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in self._flags or not known:
-            raise KeyError(f"no {show_key(key)} in the data: EpisodeStats needs one per step")
+            raise KeyError(
+                f"no {show_key(key)} in the data: EpisodeStats needs one per step"
+            )
         ended = known[0] | known[-1] if done is None else done
         if key == self._flags[0]:
             return ended
@@ -183,20 +255,29 @@ class EpisodeStats:
         return ended & ~other
 
     def record(self, steps: Steps, lanes: torch.Tensor | None = None) -> None:
-        """Count the steps that :meth:`read` returned; this is the second half of :meth:`update`.
+        """Count the steps that :meth:`read` returned; this is the second half of
+        :meth:`update`.
 
-        ``lanes``, ``[n]``: the lanes of n rows of unlike lanes, which :meth:`read` has read as n time steps.
+        ``lanes``, ``[n]``: the lanes of n rows of unlike lanes, which :meth:`read` has
+        read as n time steps.
         """
         shape, strides, columns = steps
         metrics = columns[2 : 2 + len(self._is_double)]
         self._inputs[:] = [0 if x is None else address_of(x) for x in columns]
-        self._is_double[:] = [x is not None and x.dtype is torch.float64 for x in metrics]
+        self._is_double[:] = [
+            x is not None and x.dtype is torch.float64 for x in metrics
+        ]
         self._count(shape, strides, _NO_LANES if lanes is None else lanes.cpu().numpy())
 
     @compiled_form_of("read", "record", "update")
     def bind_record(self, layout: RowLayout) -> Record | None:
-        """Return the compiled form of :meth:`record` for data of a row layout; None if it must be converted first."""
-        columns = self._columns if self._trajectory_key in layout.places else self._columns[1:]
+        """Return the compiled form of :meth:`record` for data of a row layout; None if
+        it must be converted first."""
+        columns = (
+            self._columns
+            if self._trajectory_key in layout.places
+            else self._columns[1:]
+        )
         places = [layout.places.get(key, -1) for key, _ in columns]
         if -1 in places:
             return None
@@ -218,13 +299,16 @@ class EpisodeStats:
         shape: tuple[int, int],
         strides: tuple[int, int],
     ) -> None:
-        """Count steps whose columns are the leaves at ``places``; ``addresses`` holds the addresses of all leaves."""
+        """Count steps whose columns are the leaves at ``places``; ``addresses`` holds
+        the addresses of all leaves."""
         self._inputs[0] = 0
         self._inputs[without_ids:] = addresses[places]
         self._is_double[:] = is_double
         self._count(shape, strides, _NO_LANES)
 
-    def _count(self, shape: tuple[int, int], strides: tuple[int, int], lane_ids: np.ndarray) -> None:
+    def _count(
+        self, shape: tuple[int, int], strides: tuple[int, int], lane_ids: np.ndarray
+    ) -> None:
         """Count steps whose addresses are in ``_inputs``."""
         from rlbuf_td.kernels.episodes.statistics import count_steps
 
@@ -232,28 +316,53 @@ class EpisodeStats:
         if len(self._lane_slot) < known:
             self._lane_slot = np.arange(known)
         self._counters[_WRITES] += 1
-        given = {"shape": shape, "strides": strides, "lane_ids": lane_ids, "inputs": self._inputs}
-        given |= {"is_double": self._is_double, "reduction": self._reduction, "lane_slot": self._lane_slot}
+        given = {
+            "shape": shape,
+            "strides": strides,
+            "lane_ids": lane_ids,
+            "inputs": self._inputs,
+        }
+        given |= {
+            "is_double": self._is_double,
+            "reduction": self._reduction,
+            "lane_slot": self._lane_slot,
+        }
         out = {"records": self._records, "ends": self._ends, "counters": self._counters}
         done = -1
         while done < shape[0] * shape[1]:
             if done >= 0:
                 self._make_room(known)
-            slots = {"keys": self._keys, "lengths": self._lengths, "touched": self._touched, "sums": self._sums}
+            slots = {
+                "keys": self._keys,
+                "lengths": self._lengths,
+                "touched": self._touched,
+                "sums": self._sums,
+            }
             done = count_steps(max(done, 0), **given, **slots, **out)
 
     def _make_room(self, lanes: int) -> None:
-        """Drop unfinished episodes without recent steps; if no episode is dropped, allocate space for more episodes."""
-        stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
+        """Drop unfinished episodes without recent steps; if no episode is dropped,
+        allocate space for more episodes."""
+        stale = (self._keys != _FREE) & (
+            self._touched < self._counters[_WRITES] - _FORGET_AFTER
+        )
         self._keys[stale] = _FREE
         if stale.any():
             return
         more = max(lanes, len(self._keys), 8)
         keys = np.append(self._keys, np.full(more, _FREE))
-        lengths, touched = (np.append(x, np.zeros(more, np.int64)) for x in (self._lengths, self._touched))
+        lengths, touched = (
+            np.append(x, np.zeros(more, np.int64))
+            for x in (self._lengths, self._touched)
+        )
         sums = np.append(self._sums, np.zeros((more, self._sums.shape[1])), axis=0)
         # Together, because compiled code trusts that all have the same length.
-        self._keys, self._lengths, self._touched, self._sums = keys, lengths, touched, sums
+        self._keys, self._lengths, self._touched, self._sums = (
+            keys,
+            lengths,
+            touched,
+            sums,
+        )
 
     @property
     def episodes(self) -> int:
@@ -266,34 +375,51 @@ class EpisodeStats:
         return int(self._counters[_STEPS])
 
     def summary(self) -> dict[str, float]:
-        """Return statistics of the last ``window`` episodes by name; an empty dict before an episode has ended.
+        """Return statistics of the last ``window`` episodes by name; an empty dict
+        before an episode has ended.
 
-        - ``{prefix}/{metric}_{mean,std,min,max}``: for ``return``, ``length`` and each key in ``keys``. The key
-          ``("next", "a", "b")`` has the name ``a.b``.
-        - ``{prefix}/done_{reason}_rate``: the share of episodes that ended for this reason.
-        - ``{prefix}/episodes``, ``{prefix}/steps``: the number of all episodes and of all steps counted.
+        - ``{prefix}/{metric}_{mean,std,min,max}``: for ``return``, ``length`` and each
+          key in ``keys``. The key ``("next", "a", "b")`` has the name ``a.b``.
+        - ``{prefix}/done_{reason}_rate``: the share of episodes that ended for this
+          reason.
+        - ``{prefix}/episodes``, ``{prefix}/steps``: the number of all episodes and of
+          all steps counted.
         """
         numbers, ends = self._latest(self.window)
         if not len(numbers):
             return {}
         columns = dict(zip(self.metrics, numbers.T[1:], strict=True))
-        values = {f"{name}_{how}": getattr(x, how)() for name, x in columns.items() for how in _SUMMARIES}
-        values |= {f"done_{name}_rate": rate for name, rate in zip(self.reasons, ends.mean(0), strict=True)}
+        values = {
+            f"{name}_{how}": getattr(x, how)()
+            for name, x in columns.items()
+            for how in _SUMMARIES
+        }
+        values |= {
+            f"done_{name}_rate": rate
+            for name, rate in zip(self.reasons, ends.mean(0), strict=True)
+        }
         values |= {"episodes": self.episodes, "steps": self.steps}
         return {f"{self.prefix}/{name}": float(value) for name, value in values.items()}
 
     def history(self) -> dict[str, torch.Tensor]:
-        """Return one tensor ``[n]`` per metric, with an element per episode, in the order in which episodes ended.
+        """Return one tensor ``[n]`` per metric, with an element per episode, in the
+        order in which episodes ended.
 
-        Metrics are float64, and ``"done_{reason}"`` is bool. ``"step"`` is the step count at the episode's end.
+        Metrics are float64, and ``"done_{reason}"`` is bool. ``"step"`` is the step
+        count at the episode's end.
         """
         numbers, ends = self._latest(self._rows)
-        columns = dict(zip(("step", *self.metrics), torch.from_numpy(numbers).T, strict=True))
+        columns = dict(
+            zip(("step", *self.metrics), torch.from_numpy(numbers).T, strict=True)
+        )
         flags = torch.from_numpy(ends).bool().T
-        return columns | {f"done_{name}": flag for name, flag in zip(self.reasons, flags, strict=True)}
+        return columns | {
+            f"done_{name}": flag for name, flag in zip(self.reasons, flags, strict=True)
+        }
 
     def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of the newest ``count`` records and of their end reasons, oldest first."""
+        """Return copies of the newest ``count`` records and of their end reasons,
+        oldest first."""
         last = self.episodes
         at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
         return self._records[at], self._ends[at]
@@ -306,17 +432,22 @@ class EpisodeStats:
         """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: numbers of metrics, reasons or kept episodes differ, or a count is negative; nothing changes.
+            ValueError: numbers of metrics, reasons or kept episodes differ, or a count
+                is negative; nothing changes.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
-        lengths = dict.fromkeys(("_keys", "_lengths", "_touched", "_sums"), len(arrays["_keys"]))
+        lengths = dict.fromkeys(
+            ("_keys", "_lengths", "_touched", "_sums"), len(arrays["_keys"])
+        )
         lengths |= {"_records": self._rows, "_ends": self._rows, "_counters": 3}
         for name, array in arrays.items():
             mine = getattr(self, name)
             shape = (lengths.get(name, len(array)), *mine.shape[1:])
             if (array.dtype, array.shape) != (mine.dtype, shape):
                 kinds = f"{array.dtype} of shape {array.shape} ({name.strip('_')}), these {mine.dtype} of {shape}"
-                remedy = "make EpisodeStats with the same keys, reasons, window and history"
+                remedy = (
+                    "make EpisodeStats with the same keys, reasons, window and history"
+                )
                 raise ValueError(f"the saved statistics are {kinds}: {remedy}")
         if (arrays["_counters"] < 0).any():
             raise ValueError("the saved statistics have negative counts")
@@ -328,13 +459,19 @@ class EpisodeStats:
 
 
 def running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the running mean and the running standard deviation over ``window`` values, ``[n]`` each."""
+    """Return the running mean and the running standard deviation over ``window``
+    values, ``[n]`` each."""
     shift = values.mean()  # for accuracy: the deviation is a difference of squares
-    total, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values - shift, (values - shift) ** 2))
+    total, squares = (
+        np.concatenate([[0.0], np.cumsum(x)])
+        for x in (values - shift, (values - shift) ** 2)
+    )
     end = np.arange(1, len(values) + 1)
     start = np.maximum(0, end - window)
     mean = (total[end] - total[start]) / (end - start)
-    deviation = np.sqrt(np.maximum(0, (squares[end] - squares[start]) / (end - start) - mean**2))
+    deviation = np.sqrt(
+        np.maximum(0, (squares[end] - squares[start]) / (end - start) - mean**2)
+    )
     return mean + shift, deviation
 
 

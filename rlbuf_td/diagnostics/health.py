@@ -2,21 +2,30 @@
 
 The numbers are as follows; those that do not apply to a buffer are omitted:
 
-- ``rows``: the number of stored rows. ``fill``: the number of stored rows divided by the capacity.
-- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: quantiles of the ages of the last batch's rows. The age of a
-  row is the number of time steps written between the row and the draw.
-- ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance weights ``w``.
+- ``rows``: the number of stored rows. ``fill``: the number of stored rows divided by
+  the capacity.
+- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: quantiles of the ages of the last
+  batch's rows. The age of a row is the number of time steps written between the row and
+  the draw.
+- ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance
+  weights ``w``.
 - ``effective_share``: ``effective_sample_size`` divided by the batch size.
-- ``weight_max_over_median``: the largest importance weight of the last batch divided by the median weight.
-- ``top_mass``: the total probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
-- ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: quantiles of the absolute TD errors.
-- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored.
-- ``too_old``: the number of stored rows that are older than the ``max_age`` of the sampler; for an
-  :class:`~rlbuf_td.ExperienceQueue`, the number of rows that were discarded because they were too old.
-- ``stretch_mean``: the mean number of rows of one trajectory that are stored one after another, with a sampler of
-  n-step returns, sequences or hindsight goals. If rows of several trajectories alternate, this number is near 1.
-- ``compiled``: 1.0 if compiled code executes writes and samples, 0.5 if it executes one of them, otherwise 0.0;
-  ``rb.compiled`` says which, and why not the other.
+- ``weight_max_over_median``: the largest importance weight of the last batch divided by
+  the median weight.
+- ``top_mass``: the total probability of the 1 % most probable rows; 0.01 if all rows
+  are equally probable.
+- ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: quantiles of
+  the absolute TD errors.
+- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized
+  sampler on CUDA has ignored.
+- ``too_old``: the number of stored rows that are older than the ``max_age`` of the
+  sampler; for an :class:`~rlbuf_td.ExperienceQueue`, the number of rows that were
+  discarded because they were too old.
+- ``stretch_mean``: the mean number of rows of one trajectory that are stored one after
+  another, with a sampler of n-step returns, sequences or hindsight goals. If rows of
+  several trajectories alternate, this number is near 1.
+- ``compiled``: 1.0 if compiled code executes writes and samples, 0.5 if it executes one
+  of them, otherwise 0.0; ``rb.compiled`` says which, and why not the other.
 """
 
 from __future__ import annotations
@@ -27,14 +36,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
-from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    RandomSampler,
+    RoundRobinWriter,
+    Sampler,
+)
 
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.uniform import young_count
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
+from rlbuf_td.storages.indexing import (
+    device_of,
+    flat_rows,
+    lanes_of,
+    row_count,
+    stand_apart,
+    written_rows,
+)
 
 
 class LastDraw(NamedTuple):
@@ -57,7 +78,9 @@ class LastDraw(NamedTuple):
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
-def health(storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None) -> dict[str, float]:
+def health(
+    storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None
+) -> dict[str, float]:
     """Return the numbers that this module's docstring explains."""
     rows = row_count(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
@@ -66,7 +89,10 @@ def health(storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDr
         if last_draw.weight is not None and last_draw.weight.numel():
             weight = last_draw.weight.double()
             size = float(weight.sum() ** 2 / (weight**2).sum())
-            report |= {"effective_sample_size": size, "effective_share": size / weight.numel()}
+            report |= {
+                "effective_sample_size": size,
+                "effective_share": size / weight.numel(),
+            }
             report["weight_max_over_median"] = float(weight.max() / weight.median())
     if rows:
         probability = probabilities(storage, sampler)
@@ -74,20 +100,31 @@ def health(storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDr
             top = probability.topk(ceil(rows / 100)).values
             report["top_mass"] = float(top.sum() / probability.sum())
         report |= _quantiles("priority", priorities(storage, sampler))
-    max_age, discarded = (getattr(unwrapped(sampler), name, None) for name in ("max_age", "discarded"))
+    max_age, discarded = (
+        getattr(unwrapped(sampler), name, None) for name in ("max_age", "discarded")
+    )
     if max_age is not None:
-        report["too_old"] = float(rows - young_count(storage, max_age) if discarded is None else discarded.total())
+        report["too_old"] = float(
+            rows - young_count(storage, max_age)
+            if discarded is None
+            else discarded.total()
+        )
     if isinstance(inner := unwrapped(sampler), Prioritized):
         report["refused_priorities"] = float(inner.rule.table.refused)
     return report | _stretches(storage, sampler)
 
 
 def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
-    if not isinstance(storage, PackedStorage) or not len(storage) or getattr(sampler, "steps_needed", 1) < 2:
+    if (
+        not isinstance(storage, PackedStorage)
+        or not len(storage)
+        or getattr(sampler, "steps_needed", 1) < 2
+    ):
         return {}
     try:
         return {"stretch_mean": storage.episodes_now().segments().mean}
-    except (KeyError, TypeError, ValueError, RuntimeError):  # the rows do not mark trajectories: draws raise the error
+    # the rows do not mark trajectories: draws raise the error
+    except (KeyError, TypeError, ValueError, RuntimeError):
         return {}
 
 
@@ -96,17 +133,28 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
         return {}
     x = x.double().sort().values
     at = [round(q * (len(x) - 1)) for q in _QUANTILES.values()]
-    return {f"{name}_{label}": value for label, value in zip(_QUANTILES, x[at].tolist(), strict=True)}
+    return {
+        f"{name}_{label}": value
+        for label, value in zip(_QUANTILES, x[at].tolist(), strict=True)
+    }
 
 
 def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor | None:
-    """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
+    """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer
+    does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     index = last_draw.index
     if isinstance(index, torch.Tensor) and index.ndim > 1:
-        index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
-    flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
+        index = (
+            index.reshape(-1)
+            if storage.ndim == 1
+            else index.reshape(-1, index.shape[-1])
+        )
+    flat, lanes = (
+        flat_rows(index, storage, device_of(storage)),
+        lanes_of(storage).numel(),
+    )
     steps = storage.max_size // lanes
     if isinstance(storage, PackedStorage) and stand_apart(storage):
         return storage.ring.reach(flat)[1]
@@ -114,7 +162,8 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers of unknown classes."""
+    """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers
+    of unknown classes."""
     sampler, rows = unwrapped(sampler), row_count(storage)
     index = written_rows(storage)
     if isinstance(sampler, Prioritized | RecencySampler | UniformSampler):
@@ -128,7 +177,8 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 
 def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the absolute TD errors of the stored rows, float64; ``None`` if the sampler has no priorities."""
+    """Return the absolute TD errors of the stored rows, float64; ``None`` if the
+    sampler has no priorities."""
     sampler = unwrapped(sampler)
     if not isinstance(sampler, Prioritized):
         return None

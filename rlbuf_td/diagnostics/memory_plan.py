@@ -1,4 +1,5 @@
-"""Compute the memory that a buffer will need, and whether it fits into the free memory."""
+"""Compute the memory that a buffer will need, and whether it fits into the free
+memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, Sampler, SamplerWithoutReplacement, Storage
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    ReplayBuffer,
+    Sampler,
+    SamplerWithoutReplacement,
+    Storage,
+)
 
 from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
@@ -21,23 +28,36 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory_budget import Room, room_for, shared_rows, shared_tensors, show_bytes
+from rlbuf_td.storages.memory_budget import (
+    Room,
+    room_for,
+    shared_rows,
+    shared_tensors,
+    show_bytes,
+)
 from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
-_ENDS = "done", "terminated", "truncated", "traj_ids"  # with any of them, rows mark the ends of trajectories
-SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
+# with any of them, rows mark the ends of trajectories
+_ENDS = "done", "terminated", "truncated", "traj_ids"
+SAMPLERS: dict[str, type] = {
+    "uniform": UniformSampler,
+    "proportional": ProportionalSampler,
+    "rank": RankSampler,
+}
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The result of :func:`plan`: the bytes that a full buffer needs, and the free memory."""
+    """The result of :func:`plan`: the bytes that a full buffer needs, and the free
+    memory."""
 
     capacity: int  # rows, rounded up to whole time steps of all lanes
     leaves: tuple[Leaf, ...]  # the keys, dtypes and shapes of a row, the largest first
     row_bytes: int  # bytes of a row, with padding
     priorities: int  # bytes of the sampler's state
-    trajectories: int  # bytes of the trajectory index, which is created at its first use
+    # bytes of the trajectory index, which is created at its first use
+    trajectories: int
     place: Room  # where the rows are, with the free memory
     memory: Room  # where priorities and trajectory index are, with the free memory
     dedup: DedupLayout | None = None  # which keys are deduplicated, if any
@@ -49,17 +69,23 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Bytes of all rows, with padding. Deduplicated keys may need more where trajectories begin or end."""
+        """Bytes of all rows, with padding. Deduplicated keys may need more where
+        trajectories begin or end."""
         if self.dedup is None:
             return self.capacity * self.row_bytes
-        return self.capacity * (self.dedup.stored.row_bytes + sum(group.nbytes for group in self.dedup.groups))
+        return self.capacity * (
+            self.dedup.stored.row_bytes
+            + sum(group.nbytes for group in self.dedup.groups)
+        )
 
     @property
     def saved(self) -> dict[str, int]:
         """Bytes that deduplication saves, by key."""
         if self.dedup is None:
             return {}
-        saved = self.dedup.saved_bytes(self.capacity, [self.capacity] * len(self.dedup.groups))
+        saved = self.dedup.saved_bytes(
+            self.capacity, [self.capacity] * len(self.dedup.groups)
+        )
         return {show_key(key): nbytes for key, nbytes in saved.items()}
 
     @property
@@ -68,29 +94,43 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the buffer fits into the free memory; true if the free memory is unknown."""
+        """Whether the buffer fits into the free memory; true if the free memory is
+        unknown."""
         return all(room.free is None or need <= room.free for room, need in self._needs)
 
     @property
     def most_rows(self) -> int | None:
-        """Approximately the largest capacity that fits into the free memory; ``None`` if the free memory is unknown."""
+        """Approximately the largest capacity that fits into the free memory; ``None``
+        if the free memory is unknown."""
         needs = [(room.free, need) for room, need in self._needs if need]
-        limits = [int(free / need * self.capacity) for free, need in needs if free is not None]
+        limits = [
+            int(free / need * self.capacity) for free, need in needs if free is not None
+        ]
         return min(limits, default=None)
 
     @property
     def remedy(self) -> str:
-        """Suggestions for a buffer that does not fit, one per line; empty if the buffer fits."""
+        """Suggestions for a buffer that does not fit, one per line; empty if the buffer
+        fits."""
         if self.fits:
             return ""
-        largest, ways = self.leaves[0], [f"use a capacity of at most {self.most_rows:,}"]
+        largest, ways = (
+            self.leaves[0],
+            [f"use a capacity of at most {self.most_rows:,}"],
+        )
         if not self.place.place.startswith("disk"):
             ways.append("keep the rows in a file, on the CPU: scratch_dir=...")
-        ways.append(f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them")
+        ways.append(
+            f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them"
+        )
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
-            ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"
+            ways[-1] += (
+                f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"
+            )
         keys = {leaf.key for leaf in self.leaves}
-        if self.dedup is None and any(("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves):
+        if self.dedup is None and any(
+            ("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves
+        ):
             ways.append("store observations once: share_next=True")
         return "\n".join(ways)
 
@@ -99,7 +139,8 @@ class MemoryPlan:
         """The bytes that the buffer needs in each memory."""
         if self.place.place == self.memory.place:
             return [(self.place, self.total)]
-        in_both = self.place.place == shared_rows().place  # priorities are in this memory, too
+        # priorities are in this memory, too
+        in_both = self.place.place == shared_rows().place
         rows = self.total if in_both else self.rows
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
@@ -108,22 +149,44 @@ class MemoryPlan:
         from rich.table import Column, Table
         from rich.text import Text
 
-        sizes = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
-        sizes |= {"padding": self.rows - sum(sizes.values()), "rows": self.rows, "priorities": self.priorities}
+        sizes = self.keys | {
+            f"{key} shared": -nbytes for key, nbytes in self.saved.items()
+        }
+        sizes |= {
+            "padding": self.rows - sum(sizes.values()),
+            "rows": self.rows,
+            "priorities": self.priorities,
+        }
         sizes |= {"trajectory index": self.trajectories, "total": self.total}
-        columns = (Column(name, justify="right") for name in ("bytes/row", "all rows", ""))
+        columns = (
+            Column(name, justify="right") for name in ("bytes/row", "all rows", "")
+        )
         table = Table(Column(overflow="fold"), *columns, box=None, padding=(0, 2))
         for name, nbytes in sizes.items():
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
-            table.add_row(Text(name), number, size, "" if name in _SUMS else f"{nbytes / self.rows:.0%}")
+            table.add_row(
+                Text(name),
+                number,
+                size,
+                "" if name in _SUMS else f"{nbytes / self.rows:.0%}",
+            )
         text = StringIO()
-        Console(file=text, width=80, color_system=None, force_jupyter=False).print(table)
-        lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
+        Console(file=text, width=80, color_system=None, force_jupyter=False).print(
+            table
+        )
+        lines = [
+            f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}",
+            "",
+        ]
         lines += [*map(str.rstrip, text.getvalue().splitlines()), ""]
         lines.append(f"{self.place.words()}: {'fits' if self.fits else 'does not fit'}")
         if not self.fits:
-            lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]
+            lines += [
+                "",
+                "What to do:",
+                *(f"  - {way}" for way in self.remedy.splitlines()),
+            ]
         return "\n".join(lines)
 
 
@@ -138,29 +201,35 @@ def plan(
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, int] | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into the free memory.
+    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether
+    they fit into the free memory.
 
     The function allocates nothing.
 
     Args:
-        source: a TorchRL or Gymnasium environment, a TensorDict with one transition ``[]`` or one time step ``[E]``,
-            or a storage or buffer that has been written to.
+        source: a TorchRL or Gymnasium environment, a TensorDict with one transition
+            ``[]`` or one time step ``[E]``, or a storage or buffer that has been
+            written to.
         capacity: the number of transitions; default: the capacity of the storage.
-        sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the sampler of
-            the buffer, or ``"uniform"``.
-        device: the device of the rows; default: the device of the storage, or ``"cpu"``.
-        scratch_dir: the folder of a memory-mapped file for the rows; default: the folder of the storage, or no file.
+        sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a
+            sampler; default: the sampler of the buffer, or ``"uniform"``.
+        device: the device of the rows; default: the device of the storage, or
+            ``"cpu"``.
+        scratch_dir: the folder of a memory-mapped file for the rows; default: the
+            folder of the storage, or no file.
         shared: whether the rows are in shared memory; default: as in the storage.
-        share_next: the argument of :class:`PackedStorage`. The plan omits the final observations of trajectories,
-            which are stored separately.
+        share_next: the argument of :class:`PackedStorage`. The plan omits the final
+            observations of trajectories, which are stored separately.
         frames: the argument of :class:`PackedStorage`.
 
     Returns:
-        A ``MemoryPlan``, for example with ``rows`` (bytes of all rows), ``priorities`` (bytes) and ``fits``.
+        A ``MemoryPlan``, for example with ``rows`` (bytes of all rows), ``priorities``
+        (bytes) and ``fits``.
 
     Raises:
         ValueError: the capacity is missing or below 1.
-        TypeError: ``source`` has no keys, dtypes and shapes, or ``sampler`` is not a sampler.
+        TypeError: ``source`` has no keys, dtypes and shapes, or ``sampler`` is not a
+            sampler.
         SchemaError: a key has no fixed size in bytes.
 
     Cost: O(keys), and one query of the free memory. TorchRL has no such function.
@@ -175,7 +244,8 @@ def plan(
         (12352000, 9984, True)
     """
     dedup = None
-    # `isinstance` would read `source.__class__`, which hangs for a SerialEnv that has not started.
+    # `isinstance` would read `source.__class__`, which hangs for a SerialEnv that has
+    # not started.
     if issubclass(type(source), ReplayBuffer):
         sampler, source = source.sampler if sampler is None else sampler, source.storage
     if issubclass(type(source), Storage):
@@ -196,23 +266,35 @@ def plan(
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
-        trajectories=8 * steps * lanes + 16 * lanes if any(leaf.key[-1] in _ENDS for leaf in layout.leaves) else 0,
-        place=room_for(device, scratch_dir=None if scratch_dir is None else Path(scratch_dir), shared=shared),
+        trajectories=8 * steps * lanes + 16 * lanes
+        if any(leaf.key[-1] in _ENDS for leaf in layout.leaves)
+        else 0,
+        place=room_for(
+            device,
+            scratch_dir=None if scratch_dir is None else Path(scratch_dir),
+            shared=shared,
+        ),
         memory=shared_tensors() if shared else room_for(device),
         dedup=dedup,
     )
 
 
-def priority_bytes(sampler: object, capacity: int, device: torch.device | str = "cpu") -> int:
+def priority_bytes(
+    sampler: object, capacity: int, device: torch.device | str = "cpu"
+) -> int:
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     if isinstance(sampler, str):
         if sampler not in SAMPLERS:
-            raise TypeError(f"sampler must be one of {', '.join(SAMPLERS)}, a sampler or its class, got {sampler!r}")
+            raise TypeError(
+                f"sampler must be one of {', '.join(SAMPLERS)}, a sampler or its class, got {sampler!r}"
+            )
         sampler = SAMPLERS[sampler]
     kind = sampler if isinstance(sampler, type) else type(sampler)
     if issubclass(kind, SamplerWrapper):
-        raise TypeError(f"a {kind.__name__} wraps a sampler that its class does not specify: pass a sampler instance")
+        raise TypeError(
+            f"a {kind.__name__} wraps a sampler that its class does not specify: pass a sampler instance"
+        )
     if issubclass(kind, Prioritized):
         return kind.nbytes_for(capacity, device)
     if issubclass(kind, PrioritizedSampler):
@@ -223,8 +305,14 @@ def priority_bytes(sampler: object, capacity: int, device: torch.device | str = 
 def _time_step(storage: Storage) -> TensorDictBase:
     if isinstance(storage, PackedStorage) and storage.dedup is not None:
         layout = storage.all_rows().layout
-        return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
+        return layout.unpack(
+            torch.empty(
+                (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
+            )
+        )
     if (rows := stored_rows(storage)) is None:
         unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
-        raise TypeError(f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition")
+        raise TypeError(
+            f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition"
+        )
     return cast("TensorDictBase", rows[0])

@@ -1,8 +1,9 @@
 """Plots of buffers, episodes and rollouts, as matplotlib figures.
 
-Each function returns a figure that is 3.4 inches wide, like a column of a paper. Jupyter shows the figure as the result
-of a cell; elsewhere, call ``figure.savefig``. ``pip install 'rlbuf_td[demo]'`` installs matplotlib. All plots share
-the style in ``plots.mplstyle``.
+Each function returns a figure that is 3.4 inches wide, like a column of a paper.
+Jupyter shows the figure as the result of a cell; elsewhere, call ``figure.savefig``.
+``pip install 'rlbuf_td[demo]'`` installs matplotlib. All plots share the style in
+``plots.mplstyle``.
 """
 
 from __future__ import annotations
@@ -55,10 +56,15 @@ class _Picture(Figure):
         return png.getvalue()
 
 
-def _panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[_Picture, list[Axes]]:
-    """Return a figure and its panels, row by row; ``height`` is the height of a row in inches."""
+def _panels(
+    rows: int, columns: int, height: float, *, sharex: bool = False
+) -> tuple[_Picture, list[Axes]]:
+    """Return a figure and its panels, row by row; ``height`` is the height of a row in
+    inches."""
     figure = _Picture(figsize=(WIDTH, rows * height + 0.35))
-    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
+    return figure, list(
+        figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat
+    )
 
 
 def _numbers_of(x: torch.Tensor) -> np.ndarray:
@@ -67,16 +73,18 @@ def _numbers_of(x: torch.Tensor) -> np.ndarray:
 
 @rc_context(fname=STYLE)
 def plot_episodes(stats: EpisodeStats) -> Figure:
-    """Plot the metrics of recorded episodes, and how often each reason ended an episode, over environment steps.
+    """Plot the metrics of recorded episodes, and how often each reason ended an
+    episode, over environment steps.
 
-    A dot is an episode, the line is the mean of the last ``stats.window`` episodes, and the band shows their standard
-    deviation.
+    A dot is an episode, the line is the mean of the last ``stats.window`` episodes, and
+    the band shows their standard deviation.
 
     Args:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with a panel per metric (one for returns and lengths that are equal), and a panel for end reasons.
+        A figure with a panel per metric (one for returns and lengths that are equal),
+        and a panel for end reasons.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -95,8 +103,12 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     history = {name: _numbers_of(column) for name, column in stats.history().items()}
     if not len(history["step"]):
         raise RuntimeError("there is nothing to plot: no episode has ended")
-    metrics, words = ["return", "length", *stats.metrics[2:]], {"length": "length, steps"}
-    if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
+    metrics, words = (
+        ["return", "length", *stats.metrics[2:]],
+        {"length": "length, steps"},
+    )
+    # a reward of 1 per step: one panel shows both
+    if np.array_equal(history["return"], history["length"]):
         metrics.remove("length")
         words["return"] = "return =\nlength in steps"
     figure, axes = _panels(len(metrics) + 1, 1, 1.15, sharex=True)
@@ -110,20 +122,26 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     for name in stats.reasons[:_MOST_LINES]:
         rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name)
-    axes[-1].set(ylim=(-0.04, 1.04), xlabel="environment steps", ylabel="share of\nepisodes")
+    axes[-1].set(
+        ylim=(-0.04, 1.04), xlabel="environment steps", ylabel="share of\nepisodes"
+    )
     axes[-1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes[-1].legend(loc="best")
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
-    figure.suptitle(f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
+    figure.suptitle(
+        f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)"
+    )
     return figure
 
 
 @rc_context(fname=STYLE)
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
-    """Plot a rollout: values and value targets of the first lane, all advantages, and values against targets.
+    """Plot a rollout: values and value targets of the first lane, all advantages, and
+    values against targets.
 
     Args:
-        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose written steps all have advantages.
+        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose written steps all have
+            advantages.
 
     Returns:
         A figure with three panels.
@@ -147,7 +165,9 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
         raise RuntimeError("the rollout is not complete: it has no advantages to plot")
     data = rollout.storage.get(slice(None))
     keys = writer.value_key, writer.value_target_key, writer.advantage_key
-    value, target, advantage = (data.get(key).float().reshape(len(data), -1) for key in keys)
+    value, target, advantage = (
+        data.get(key).float().reshape(len(data), -1) for key in keys
+    )
     explained = float(explained_variance(value, target))
     value, target, advantage = map(_numbers_of, (value, target, advantage))
     figure = _Picture(figsize=(WIDTH, 3.1))
@@ -155,10 +175,16 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     top.plot(target[:, 0], label="value target")
     top.plot(value[:, 0], label="value")
     done = data.get(writer.estimator.done_key, None)
-    for end in [] if done is None else np.flatnonzero(_numbers_of(done.reshape(len(data), -1))[:, 0]):
+    for end in (
+        []
+        if done is None
+        else np.flatnonzero(_numbers_of(done.reshape(len(data), -1))[:, 0])
+    ):
         top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, linestyle="-", zorder=0)
     top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
-    top.set(xlabel="time step of the first lane (grey: an episode ends)", ylabel="return")
+    top.set(
+        xlabel="time step of the first lane (grey: an episode ends)", ylabel="return"
+    )
     left.hist(advantage.ravel(), 30, color=_SHADE)
     left.axvline(0, **_GUIDE)
     left.set_title(f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}")
@@ -166,21 +192,33 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     low, high = min(value.min(), target.min()), max(value.max(), target.max())
     right.plot([low, high], [low, high], **_GUIDE)
     some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
-    right.plot(value.flat[some], target.flat[some], color="0.1", alpha=0.35, markeredgewidth=0, **_DOTS)
+    right.plot(
+        value.flat[some],
+        target.flat[some],
+        color="0.1",
+        alpha=0.35,
+        markeredgewidth=0,
+        **_DOTS,
+    )
     right.set_title(f"explained variance {round(explained, 2) + 0.0:.2f}")
     right.set(xlabel="value", ylabel="value target")
     return figure
 
 
 @rc_context(fname=STYLE)
-def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Sequence[NestedKey] | None = None) -> Figure:
+def plot_trajectory(
+    rb: ReplayBuffer,
+    row: int | tuple[int, ...],
+    *,
+    keys: Sequence[NestedKey] | None = None,
+) -> Figure:
     """Plot the stored part of the trajectory that a row belongs to, and mark the row.
 
     Args:
         rb: a buffer whose rows have ``("next", "done")`` or trajectory ids.
         row: the number of a row, or its time step and lane, ``(t, e)``.
-        keys: the keys to plot; default: the reward, the action, and the first observation key with at most 64 numbers
-            per row.
+        keys: the keys to plot; default: the reward, the action, and the first
+            observation key with at most 64 numbers per row.
 
     Returns:
         A figure with one panel per key. The time axis counts steps from the given row.
@@ -188,7 +226,8 @@ def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Seque
     Raises:
         TypeError: the storage is no :class:`PackedStorage`.
         IndexError: the storage has no such row.
-        KeyError: a key is not stored, or the rows have neither end flags nor trajectory ids.
+        KeyError: a key is not stored, or the rows have neither end flags nor trajectory
+            ids.
 
     Cost: O(rows of the trajectory).
 
@@ -203,12 +242,22 @@ def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Seque
     """
     storage, trajectories = rb.storage, TrajectoryIndex(rb.storage)
     lanes, index = lanes_of(storage).numel(), torch.as_tensor([row], device="cpu")
-    flat = int(flat_rows(index.unbind(-1) if isinstance(row, Sequence) else index, storage, storage.device))
+    flat = int(
+        flat_rows(
+            index.unbind(-1) if isinstance(row, Sequence) else index,
+            storage,
+            storage.device,
+        )
+    )
     if not 0 <= flat < len(storage):
         raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
-    back, ahead, ended = (int(x) for x in trajectories.reach(torch.tensor([flat], device=storage.device)))
+    back, ahead, ended = (
+        int(x) for x in trajectories.reach(torch.tensor([flat], device=storage.device))
+    )
     steps = np.arange(-back, ahead + 1)
-    cells = (flat // lanes + torch.from_numpy(steps)) % (storage.max_size // lanes) * lanes + flat % lanes
+    cells = (flat // lanes + torch.from_numpy(steps)) % (
+        storage.max_size // lanes
+    ) * lanes + flat % lanes
     data = storage.get(coordinates(cells.to(storage.device), storage))
     chosen = _default_keys(data) if keys is None else [*map(nested_key, keys)]
     figure, axes = _panels(len(chosen), 1, 1.15, sharex=True)
@@ -219,17 +268,31 @@ def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Seque
         components = _numbers_of(values.reshape(len(steps), -1).float())
         _draw_components(each, steps, components)
         each.axvline(0, color=_ACCENT, linestyle=":", linewidth=1.2)
-        shown = f"\n({_MOST_LINES} of {components.shape[1]})" if components.shape[1] > _MOST_LINES else ""
+        shown = (
+            f"\n({_MOST_LINES} of {components.shape[1]})"
+            if components.shape[1] > _MOST_LINES
+            else ""
+        )
         each.set_ylabel(".".join(as_tuple(key)) + shown)
     axes[-1].set_xlabel("time steps from the row (dotted)")
     axes[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    where = f"row {flat:,}" if lanes == 1 else f"row {flat:,} (step {flat // lanes:,}, lane {flat % lanes})"
-    figure.suptitle(f"{where}: trajectory of {len(steps)} steps, {'finished' if ended else 'goes on'}")
+    where = (
+        f"row {flat:,}"
+        if lanes == 1
+        else f"row {flat:,} (step {flat // lanes:,}, lane {flat % lanes})"
+    )
+    figure.suptitle(
+        f"{where}: trajectory of {len(steps)} steps, {'finished' if ended else 'goes on'}"
+    )
     return figure
 
 
 def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    if values.shape[1] > 1 and np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all():
+    if (
+        values.shape[1] > 1
+        and np.isin(values, (0, 1)).all()
+        and (values.sum(1) == 1).all()
+    ):
         values = values.argmax(1)[:, None]  # one-hot
     whole = np.array_equal(values, values.round())
     for place, column in enumerate(values.T[:_MOST_LINES]):
@@ -244,9 +307,15 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 
 def _default_keys(data: TensorDictBase) -> list[NestedKey]:
-    found: list[NestedKey] = [key for key in (("next", "reward"), "action") if data.get(key, None) is not None]
+    found: list[NestedKey] = [
+        key for key in (("next", "reward"), "action") if data.get(key, None) is not None
+    ]
     for key, x in walk(data):
-        is_small = isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x[0].numel() <= 64
+        is_small = (
+            isinstance(x, torch.Tensor)
+            and x.dtype.is_floating_point
+            and x[0].numel() <= 64
+        )
         if is_small and key[0] not in ("next", "action") and "observation" in key:
             return [*found, key]
     return found
@@ -254,18 +323,20 @@ def _default_keys(data: TensorDictBase) -> list[NestedKey]:
 
 @rc_context(fname=STYLE)
 def plot_health(rb: ReplayBuffer) -> Figure:
-    """Plot the ages and weights of the last batch, and the TD errors and probabilities of all rows.
+    """Plot the ages and weights of the last batch, and the TD errors and probabilities
+    of all rows.
 
     Args:
         rb: a buffer with rows.
 
     Returns:
-        A figure with one to four panels: ages and weights need a batch, ages a writer that keeps the time order, and
-        weights and TD errors a prioritized sampler.
+        A figure with one to four panels: ages and weights need a batch, ages a writer
+        that keeps the time order, and weights and TD errors a prioritized sampler.
 
     Raises:
         RuntimeError: no panel has data.
-        TypeError: ``rb`` is a :class:`~rlbuf_td.ReplayBufferMixture`; plot one of its members.
+        TypeError: ``rb`` is a :class:`~rlbuf_td.ReplayBufferMixture`; plot one of its
+            members.
 
     Cost: O(N log N).
 
@@ -281,24 +352,52 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         4
     """
     if hasattr(rb, "members"):
-        raise TypeError("a mixture has no plot of its own: plot a member, mixture['name']")
+        raise TypeError(
+            "a mixture has no plot of its own: plot a member, mixture['name']"
+        )
     last, storage, sampler = getattr(rb, "last_draw", None), rb.storage, rb.sampler
-    report, draws = health(storage, sampler, rb.writer, last), list[Callable[[Axes], None]]()
+    report, draws = (
+        health(storage, sampler, rb.writer, last),
+        list[Callable[[Axes], None]](),
+    )
     if last is not None and (age := ages(storage, rb.writer, last)) is not None:
-        draws.append(partial(_draw_ages, age=_numbers_of(age), steps=len(storage) // lanes_of(storage).numel()))
+        draws.append(
+            partial(
+                _draw_ages,
+                age=_numbers_of(age),
+                steps=len(storage) // lanes_of(storage).numel(),
+            )
+        )
     if last is not None and last.weight is not None:
-        draws.append(partial(_draw_weights, weight=_numbers_of(last.weight), share=report["effective_share"]))
+        draws.append(
+            partial(
+                _draw_weights,
+                weight=_numbers_of(last.weight),
+                share=report["effective_share"],
+            )
+        )
     magnitude = priorities(storage, sampler)
     if magnitude is not None and len(magnitude):
         draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
-    if "top_mass" in report and (probability := probabilities(storage, sampler)) is not None:
-        draws.append(partial(_draw_mass, probability=_numbers_of(probability), top=report["top_mass"]))
+    if (
+        "top_mass" in report
+        and (probability := probabilities(storage, sampler)) is not None
+    ):
+        draws.append(
+            partial(
+                _draw_mass, probability=_numbers_of(probability), top=report["top_mass"]
+            )
+        )
     if not draws:
-        raise RuntimeError("there is no health to plot: no rows, or no batch, and the sampler has no priorities")
+        raise RuntimeError(
+            "there is no health to plot: no rows, or no batch, and the sampler has no priorities"
+        )
     figure, axes = _panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
-    figure.suptitle(f"{row_count(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
+    figure.suptitle(
+        f"{row_count(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)"
+    )
     return figure
 
 
@@ -307,7 +406,11 @@ def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
     axes.hist(age, bins, color=_SHADE)
     axes.axhline(len(age) / (len(bins) - 1), **_GUIDE)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.set(title="age of the last batch\n(dashed: uniform)", xlabel="time steps since written", ylabel="rows")
+    axes.set(
+        title="age of the last batch\n(dashed: uniform)",
+        xlabel="time steps since written",
+        ylabel="rows",
+    )
 
 
 def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
@@ -317,30 +420,48 @@ def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
 
 
 def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
-    some = np.unique(np.geomspace(1, len(probability), 200).astype(int)) - 1  # evenly spaced on a logarithmic scale
+    # evenly spaced on a logarithmic scale
+    some = np.unique(np.geomspace(1, len(probability), 200).astype(int)) - 1
     mass = (np.cumsum(np.sort(probability)[::-1]) / probability.sum())[some]
     share = (some + 1) / len(probability)
     axes.plot(share, mass)
     axes.plot(share, share, **_GUIDE)
     axes.plot([0.01], [top], "o", color=_ACCENT, markersize=3.5)
     arrow = {"arrowstyle": "-", "linewidth": 0.6, "color": _ACCENT}
-    place: dict[str, Any] = {"xytext": (0.05, 0.86), "textcoords": "axes fraction", "arrowprops": arrow}
+    place: dict[str, Any] = {
+        "xytext": (0.05, 0.86),
+        "textcoords": "axes fraction",
+        "arrowprops": arrow,
+    }
     axes.annotate(f"top 1%: {top:.0%}", (0.01, top), **place)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(title="concentration of draws\n(dashed: uniform)", xlabel="most probable rows", ylabel="share of draws")
+    axes.set(
+        title="concentration of draws\n(dashed: uniform)",
+        xlabel="most probable rows",
+        ylabel="share of draws",
+    )
 
 
 def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     positive = magnitude[magnitude > 0]
     if len(positive):
         low, high = positive.min(), positive.max()
-        bins = np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
-        axes.hist(positive, bins, weights=np.full(len(positive), 1 / len(magnitude)), color=_SHADE)
+        bins = (
+            np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
+        )
+        axes.hist(
+            positive,
+            bins,
+            weights=np.full(len(positive), 1 / len(magnitude)),
+            color=_SHADE,
+        )
         axes.axvline(float(np.median(magnitude)), color=_ACCENT, linestyle="-")
         axes.set_xscale("log")
     zeros = 1 - len(positive) / len(magnitude)
-    words = f"line: median {np.median(magnitude):.2g}" + (f"; zero: {zeros:.1%}" if zeros else "")
+    words = f"line: median {np.median(magnitude):.2g}" + (
+        f"; zero: {zeros:.1%}" if zeros else ""
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set(title=f"TD errors\n({words})", xlabel="magnitude", ylabel="rows")

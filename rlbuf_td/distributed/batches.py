@@ -1,12 +1,15 @@
 r"""Assigns draws to shards, and assembles batches from their answers.
 
-The *mass* of shard s is :math:`M_s = \sum_{i \in s} p_i^\alpha` or, with a uniform sampler, the number of its rows. A
-client chooses shard s with probability :math:`M_s / \sum_t M_t`; the shard then draws row i by its own priorities:
+The *mass* of shard s is :math:`M_s = \sum_{i \in s} p_i^\alpha` or, with a uniform
+sampler, the number of its rows. A client chooses shard s with probability
+:math:`M_s / \sum_t M_t`; the shard then draws row i by its own priorities:
 
 .. math:: P(i) = \frac{M_s}{\sum_t M_t} \cdot \frac{p_i^\alpha}{M_s} = p_i^\alpha \Big/ \sum_j p_j^\alpha
 
-If another client has changed the mass to :math:`M'_s` before the draw, the probability is
-:math:`(M_s / \sum_t M_t) \cdot p_i^\alpha / M'_s`. Importance weights use this probability, so they remain correct.
+If another client has changed the mass to :math:`M'_s` before the draw, the probability
+is
+:math:`(M_s / \sum_t M_t) \cdot p_i^\alpha / M'_s`. Importance weights use this
+probability, so they remain correct.
 """
 
 from __future__ import annotations
@@ -30,27 +33,39 @@ _BELOW_ONE = 1.0 - 2.0**-53
 class Split(NamedTuple):
     """The draws of a batch, sorted by shard."""
 
-    rank: Tensor  # ``[B]`` int64: for each row of the batch, the position of its draw among the sorted draws
+    # ``[B]`` int64: for each row of the batch, the position of its draw among the
+    # sorted draws
+    rank: Tensor
     counts: Tensor  # ``[shards]`` int64: number of draws from each shard
-    fractions: Tensor  # ``[B]`` float64 in [0, 1), sorted: position of each draw, as a fraction of its shard's mass
+    # ``[B]`` float64 in [0, 1), sorted: position of each draw, as a fraction of its
+    # shard's mass
+    fractions: Tensor
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Assign each draw to a shard; ``positions``, ``[B]`` float64, lie between 0 and the sum of ``masses``."""
-    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
+    """Assign each draw to a shard; ``positions``, ``[B]`` float64, lie between 0 and
+    the sum of ``masses``."""
+    # rounding can put a position at the total mass
+    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
-    order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
-    fractions = ((positions - (ends - masses)[place]) / masses[place]).clamp_(0.0, _BELOW_ONE)[order]
+    # a radix sort
+    order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))
+    fractions = ((positions - (ends - masses)[place]) / masses[place]).clamp_(
+        0.0, _BELOW_ONE
+    )[order]
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
     return Split(rank, torch.bincount(place, minlength=len(masses)), fractions)
 
 
-def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
+def importance_weights(
+    probability: Tensor, least: float, rows: int, beta: float, norm: str | None
+) -> Tensor:
     """Return importance weights ``(rows * probability) ** -beta``, ``[B]`` float32.
 
-    With ``norm="batch"``, weights are divided by the largest weight in the batch. With ``norm="buffer"``, they are
-    divided by the largest weight of all rows, that of a row with the smallest probability, ``least``.
+    With ``norm="batch"``, weights are divided by the largest weight in the batch. With
+    ``norm="buffer"``, they are divided by the largest weight of all rows, that of a row
+    with the smallest probability, ``least``.
     """
     unit = {"buffer": least, "batch": float(probability.min()), None: 1.0 / rows}[norm]
     return (probability / unit).pow(-beta).to(torch.float32)
@@ -60,17 +75,35 @@ class Batches:
     """One or more batches, drawn with one request to each shard."""
 
     def __init__(
-        self, spec: Spec, layout: RowLayout, answers: dict[int, Answer], known: list[Report | None], rank: Tensor
+        self,
+        spec: Spec,
+        layout: RowLayout,
+        answers: dict[int, Answer],
+        known: list[Report | None],
+        rank: Tensor,
     ) -> None:
-        # answers: sorted by shard, each with drawn rows; known: per shard, the report that determined its draws (None:
-        # lost); rank, [batches, draws] int64: each draw's position in the concatenated answers.
+        # answers: sorted by shard, each with drawn rows; known: per shard, the report
+        # that determined its draws (None: lost); rank, [batches, draws] int64: each
+        # draw's position in the concatenated answers.
         self.spec, self.layout, self.rank = spec, layout, rank
-        drawn = {place: answer.drawn for place, answer in answers.items() if answer.drawn is not None}
-        self.rows = torch.from_numpy(np.concatenate([each.rows for each in drawn.values()]))
-        self.drawn = _handles(answers, {place: (each.flat, each.stamp) for place, each in drawn.items()})
+        drawn = {
+            place: answer.drawn
+            for place, answer in answers.items()
+            if answer.drawn is not None
+        }
+        self.rows = torch.from_numpy(
+            np.concatenate([each.rows for each in drawn.values()])
+        )
+        self.drawn = _handles(
+            answers, {place: (each.flat, each.stamp) for place, each in drawn.items()}
+        )
         self.cells = self.drawn
         if spec.windows is not None:
-            cells = {place: each.cells.T for place, each in drawn.items() if each.cells is not None}
+            cells = {
+                place: each.cells.T
+                for place, each in drawn.items()
+                if each.cells is not None
+            }
             self.cells = _handles(answers, cells)
         if spec.is_prioritized:
             self.probability, self.least, self.live = probabilities(answers, known)
@@ -88,27 +121,47 @@ class Batches:
         """Return the next batch, ``[B]``, in newly allocated memory."""
         rank, window = self.rank[self.next], self.spec.window_rows
         self.next += 1
-        cells = rank if window == 1 else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
+        cells = (
+            rank
+            if window == 1
+            else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
+        )
         leaves = self.layout.blank(cells.shape, cells.device)
         gather_leaves(self.rows, cells, self.layout.extents, leaves)
         report = {"index": self.cells.index_select(0, cells)}
         if self.spec.windows is not None:
             report["anchor_index"] = self.drawn[rank].repeat_interleave(window, 0)
         if self.spec.is_prioritized:
-            weight = importance_weights(self.probability[rank], self.least, self.live, beta, self.spec.norm)
-            report["priority_weight"] = weight if window == 1 else weight.repeat_interleave(window)
+            weight = importance_weights(
+                self.probability[rank], self.least, self.live, beta, self.spec.norm
+            )
+            report["priority_weight"] = (
+                weight if window == 1 else weight.repeat_interleave(window)
+            )
         return self.layout.wrap(leaves, cells.shape, cells.device, report)
 
 
-def _handles(answers: dict[int, Answer], rows: Mapping[int, Sequence[np.ndarray] | np.ndarray]) -> Tensor:
-    """Return the entry ``"index"`` (``[n, 4]`` int64) for ``rows``, which maps shards to row numbers and stamps."""
-    columns = [(place, answers[place].before.incarnation, *each) for place, each in rows.items()]
-    return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
+def _handles(
+    answers: dict[int, Answer], rows: Mapping[int, Sequence[np.ndarray] | np.ndarray]
+) -> Tensor:
+    """Return the entry ``"index"`` (``[n, 4]`` int64) for ``rows``, which maps shards
+    to row numbers and stamps."""
+    columns = [
+        (place, answers[place].before.incarnation, *each)
+        for place, each in rows.items()
+    ]
+    return torch.from_numpy(
+        np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns])
+    )
 
 
-def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
-    """Return each drawn row's probability, the smallest probability of all rows, and the number of all rows."""
-    # The client chooses a shard by the masses in ``known``; the shard chooses a row by its mass at the draw.
+def probabilities(
+    answers: dict[int, Answer], known: list[Report | None]
+) -> tuple[Tensor, float, int]:
+    """Return each drawn row's probability, the smallest probability of all rows, and
+    the number of all rows."""
+    # The client chooses a shard by the masses in ``known``; the shard chooses a row by
+    # its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []
     for place, report in enumerate(known):
@@ -118,7 +171,8 @@ def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tup
         rows += then.rows
         if not report.mass > 0.0:  # no row has a positive priority
             continue
-        scale = report.mass / total / then.mass  # P of a row is this scale times p ** alpha
+        # P of a row is this scale times p ** alpha
+        scale = report.mass / total / then.mass
         least = min(least, scale * then.smallest)
         if place in answers and (drawn := answers[place].drawn) is not None:
             parts.append(scale * drawn.weight)

@@ -1,4 +1,5 @@
-"""A shard, a ReplayBuffer in a separate process: which buffers can be shards, requests of clients, and answers."""
+"""A shard, a ReplayBuffer in a separate process: which buffers can be shards, requests
+of clients, and answers."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.checkpoint.buffer import innermost_state
-from rlbuf_td.samplers import EpisodeSampler, FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
+from rlbuf_td.samplers import (
+    EpisodeSampler,
+    FreshRowsSampler,
+    ProportionalSampler,
+    SequenceSampler,
+    UniformSampler,
+)
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import merge_
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.writers import RingWriter
 
-_IDLE = 10.0  # seconds without a request after which a shard stores received rows at once
+# seconds without a request after which a shard stores received rows at once
+_IDLE = 10.0
 _AT_ONCE = 16 << 20  # bytes of rows of a dump that are written at once
 _NOTHING = np.empty(0, np.float64)
 SHARD, INCARNATION, ROW, STAMP = range(4)  # the columns of a batch's "index"
@@ -42,51 +50,110 @@ class Spec(NamedTuple):
     norm: str | None
     stratified: bool
     reduction: Any
-    windows: SequenceSampler | None  # a sampler with the settings of the shards' SequenceSamplers; it never draws
+    # a sampler with the settings of the shards' SequenceSamplers; it never draws
+    windows: SequenceSampler | None
 
     @property
     def window_rows(self) -> int:
-        """Number of rows per draw: the length of a sequence, including burn-in, or 1 without sequences."""
+        """Number of rows per draw: the length of a sequence, including burn-in, or 1
+        without sequences."""
         return 1 if self.windows is None else self.windows.window
 
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> Spec:
-        """Return the properties of a buffer; TypeError or ValueError if the buffer cannot be sharded."""
+        """Return the properties of a buffer; TypeError or ValueError if the buffer
+        cannot be sharded."""
         inner, outer, windows = checked_sampler(buffer), buffer.sampler, None
         if isinstance(outer, SequenceSampler):
-            settings = {"burn_in": outer.burn_in, "boundary": outer.boundary, "priority": outer.priority_rule}
-            windows = SequenceSampler(UniformSampler(), outer.length, eta=outer.eta, **settings)
-        common = buffer.storage.ndim, buffer.storage.max_size, buffer.batch_size, buffer.priority_key
+            settings = {
+                "burn_in": outer.burn_in,
+                "boundary": outer.boundary,
+                "priority": outer.priority_rule,
+            }
+            windows = SequenceSampler(
+                UniformSampler(), outer.length, eta=outer.eta, **settings
+            )
+        common = (
+            buffer.storage.ndim,
+            buffer.storage.max_size,
+            buffer.batch_size,
+            buffer.priority_key,
+        )
         if not isinstance(inner, ProportionalSampler):
             return cls(*common, False, 0.0, None, True, "max", windows)
-        return cls(*common, True, inner.beta, inner.weight_norm, inner.stratified, inner.reduction, windows)
+        return cls(
+            *common,
+            True,
+            inner.beta,
+            inner.weight_norm,
+            inner.stratified,
+            inner.reduction,
+            windows,
+        )
 
 
 def checked_sampler(buffer: object) -> Any:
-    """Return the buffer's sampler without its wrappers; TypeError or ValueError if the buffer cannot be sharded."""
-    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, PackedStorage):
-        raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
+    """Return the buffer's sampler without its wrappers; TypeError or ValueError if the
+    buffer cannot be sharded."""
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(
+        buffer.storage, PackedStorage
+    ):
+        raise TypeError(
+            f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}"
+        )
     nested, parts = [buffer.sampler], buffer._initialize()
     while isinstance(nested[-1], SamplerWrapper):
         nested.append(nested[-1].sampler)
     sampler, inner = nested[0], nested[-1]
     for is_there, what, remedy in (
-        (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
-        (getattr(inner, "max_age", None) is not None, "max_age", "rows of any age, or one buffer"),
+        (
+            type(inner) not in (UniformSampler, ProportionalSampler),
+            type(inner).__name__,
+            "a ProportionalSampler",
+        ),
+        (
+            getattr(inner, "max_age", None) is not None,
+            "max_age",
+            "rows of any age, or one buffer",
+        ),
         (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
         (
             any(isinstance(each, FreshRowsSampler) for each in nested),
             "FreshRowsSampler",
             "the wrapped sampler, without fresh rows",
         ),
-        (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),
-        (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
-        (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
+        (
+            getattr(inner, "unique", False),
+            "UniformSampler(unique=True)",
+            "unique=False",
+        ),
+        (
+            getattr(sampler, "boundary", "") == "strict",
+            "boundary='strict'",
+            "'pad' or 'shift'",
+        ),
+        (
+            type(buffer.writer) is not RingWriter,
+            type(buffer.writer).__name__,
+            "a RingWriter",
+        ),
         (len(parts.transforms), "a transform", "transforms in the learner"),
-        (buffer.prefetcher or buffer.batch_device, "prefetch or device", "those of the shards and the learner"),
-        (buffer.flow is not None, "flow control", "samples_per_insert and min_size of the ShardedReplayBuffer"),
+        (
+            buffer.prefetcher or buffer.batch_device,
+            "prefetch or device",
+            "those of the shards and the learner",
+        ),
+        (
+            buffer.flow is not None,
+            "flow control",
+            "samples_per_insert and min_size of the ShardedReplayBuffer",
+        ),
         (parts.has_units, "a sample unit", "a SequenceSampler"),
-        (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows on the CPU"),
+        (
+            buffer.storage.device.type != "cpu",
+            f"rows on {buffer.storage.device}",
+            "rows on the CPU",
+        ),
     ):
         if is_there:
             raise ValueError(f"{what} has no exact form over shards: use {remedy}")
@@ -96,20 +163,26 @@ def checked_sampler(buffer: object) -> Any:
 class Report(NamedTuple):
     """The state of a shard, which each answer contains."""
 
-    incarnation: int  # start time of the shard's process in ns, which differs after every restart
-    mass: float  # sum of p ** alpha over the stored rows; with a uniform sampler, the number of rows
+    # start time of the shard's process in ns, which differs after every restart
+    incarnation: int
+    # sum of p ** alpha over the stored rows; with a uniform sampler, the number of rows
+    mass: float
     smallest: float  # p ** alpha of the least likely row; infinite without rows
     rows: int  # number of stored rows
-    waiting: int  # number of rows received but not yet stored; the next request stores them
+    # number of rows received but not yet stored; the next request stores them
+    waiting: int
     inserts: int  # number of rows received so far
     largest: float  # largest magnitude of a TD error so far; -1 before the first
-    stale_updates: int  # number of TD errors skipped because their row was replaced or the shard had restarted
+    # number of TD errors skipped because their row was replaced or the shard had
+    # restarted
+    stale_updates: int
 
 
 class Request(NamedTuple):
     """A request for k draws, with TD errors of earlier batches."""
 
-    fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
+    # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
+    fractions: np.ndarray = _NOTHING
     largest: float = -1.0  # largest TD error magnitude in any shard, which new rows get
     handles: np.ndarray = _NOTHING  # [n, 4] int64: rows, as in the "index" of batches
     errors: np.ndarray = _NOTHING  # [n] float64: their TD errors
@@ -122,7 +195,9 @@ class Drawn(NamedTuple):
     flat: np.ndarray  # [k] int64: row numbers of the draws; of sequences, their anchors
     stamp: np.ndarray  # [k] int64: their serials
     weight: np.ndarray  # [k] float64, p ** alpha
-    cells: np.ndarray | None  # [k * L, 2] int64: row numbers of all rows of sequences, serials; None for single rows
+    # [k * L, 2] int64: row numbers of all rows of sequences, serials; None for single
+    # rows
+    cells: np.ndarray | None
     layout: bytes  # of the rows, see :func:`layout_named`
 
 
@@ -131,24 +206,33 @@ class Answer(NamedTuple):
 
     drawn: Drawn | None  # None: no draw was requested, or the shard has no rows
     before: Report  # the state at the draw
-    after: Report  # the state after the shard has applied TD errors and stored the rows that waited
+    # the state after the shard has applied TD errors and stored the rows that waited
+    after: Report
 
 
 class Shard:
     """A ReplayBuffer in a Ray actor.
 
-    New rows usually wait until the next draw is done, so that this draw uses the mass that clients know.
+    New rows usually wait until the next draw is done, so that this draw uses the mass
+    that clients know.
     """
 
-    def __init__(self, make_buffer: Callable[[], ReplayBuffer], find_dump: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        make_buffer: Callable[[], ReplayBuffer],
+        find_dump: Callable[[], str | None],
+    ) -> None:
         self.make_buffer = make_buffer
         self._prepared: ReplayBuffer | None = None
         self.incarnation = time.time_ns()
         self._set(make_buffer())
-        self._staged: list[tuple[int, TensorDictBase]] = []  # received rows that wait, and their writers
+        # received rows that wait, and their writers
+        self._staged: list[tuple[int, TensorDictBase]] = []
         self._writer, self._last_draw, self._stale = -1, -inf, 0
-        self._layout: tuple[RowLayout | None, bytes] = (None, b"")  # of the last rows drawn
-        folder = find_dump()  # from which a restarted shard continues; a newer dump may replace it meanwhile
+        # of the last rows drawn
+        self._layout: tuple[RowLayout | None, bytes] = (None, b"")
+        # from which a restarted shard continues; a newer dump may replace it meanwhile
+        folder = find_dump()
         while folder is not None:
             try:
                 self.prepare([(folder, 0)])
@@ -172,23 +256,37 @@ class Shard:
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
         if self._prioritized is not None:
             self._prioritized.rule.refresh_weights()
-            tree, largest = self._prioritized.rule.table, self._prioritized.priorities.largest
+            tree, largest = (
+                self._prioritized.rule.table,
+                self._prioritized.priorities.largest,
+            )
             mass, smallest = float(tree.total), float(tree.smallest)
         elif rows:
             mass, smallest = float(rows), 1.0
         written = self.buffer.write_count * self.storage.lanes.numel() + self._waiting
         stale = self._stale + self.buffer.stale_updates.total()
-        return Report(self.incarnation, mass, smallest, rows, self._waiting, written, float(largest), stale)
+        return Report(
+            self.incarnation,
+            mass,
+            smallest,
+            rows,
+            self._waiting,
+            written,
+            float(largest),
+            stale,
+        )
 
     def process(self) -> int:
         return os.getpid()
 
     def answer(self, request: bytes) -> bytes:
-        """Answer a pickled request by a pickled answer; Ray sends bytes faster than other objects."""
+        """Answer a pickled request by a pickled answer; Ray sends bytes faster than
+        other objects."""
         return pickle.dumps(self.draw(pickle.loads(request)), protocol=5)
 
     def draw(self, request: Request) -> Answer:
-        """Draw rows, apply the request's TD errors, store waiting rows, and report the new mass, in this order."""
+        """Draw rows, apply the request's TD errors, store waiting rows, and report the
+        new mass, in this order."""
         self._last_draw = time.monotonic()
         before, drawn = self.report(), None
         if len(request.fractions) and before.mass > 0:
@@ -197,18 +295,28 @@ class Shard:
         self._enter()
         return Answer(drawn, before, self.report())
 
-    def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
-        """Receive packed transitions with batch dims ``lead``; SchemaError if the stored rows differ in layout."""
+    def write(
+        self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size
+    ) -> None:
+        """Receive packed transitions with batch dims ``lead``; SchemaError if the
+        stored rows differ in layout."""
         given = layout_named(layout)
-        packed = torch.from_numpy(rows.copy())  # Ray's memory is read-only, and not freed while it is in use
+        # Ray's memory is read-only, and not freed while it is in use
+        packed = torch.from_numpy(rows.copy())
         data = given.unpack(packed.view(*lead, given.row_bytes))
         stored = None if self.storage.is_reserved else self.storage.layout
         if stored is not None and stored != given:
             stored.collect(data, lead)  # raises an error that names the key
-            raise SchemaError("the rows of this writer have another layout than those of the shard")
+            raise SchemaError(
+                "the rows of this writer have another layout than those of the shard"
+            )
         self._staged.append((writer, data))
         is_idle = time.monotonic() - self._last_draw > _IDLE
-        if not len(self.storage) or is_idle or 4 * self._waiting > self.storage.max_size:
+        if (
+            not len(self.storage)
+            or is_idle
+            or 4 * self._waiting > self.storage.max_size
+        ):
             self._enter()
 
     def empty(self) -> Report:
@@ -217,14 +325,18 @@ class Shard:
         return self.report()
 
     def dump(self, path: str) -> tuple[int, int]:
-        """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes."""
+        """Store waiting rows and save the buffer; return the buffer's numbers of time
+        steps and lanes."""
         self._enter()
         self.buffer.dumps(path)
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
 
-    def prepare(self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None) -> None:
-        """Load the only one of ``dumps``, or ``part`` of their time steps (first, last), beside the rows of this shard.
+    def prepare(
+        self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None
+    ) -> None:
+        """Load the only one of ``dumps``, or ``part`` of their time steps (first,
+        last), beside the rows of this shard.
 
         ``dumps``: the folder of each shard's dump, and its number of time steps.
         """
@@ -242,13 +354,16 @@ class Shard:
     def accept(self) -> Report:
         """Replace all rows by those that :meth:`prepare` has loaded."""
         if self._prepared is None:
-            raise CheckpointError("the shard was restarted during the load: load the dump again")
+            raise CheckpointError(
+                "the shard was restarted during the load: load the dump again"
+            )
         self._set(self._prepared)
         self._prepared, self._staged = None, []
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray) -> Drawn:
-        """Draw one row for each element of ``fractions``, positions in [0, 1) in the cumulative weights of the rows."""
+        """Draw one row for each element of ``fractions``, positions in [0, 1) in the
+        cumulative weights of the rows."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
@@ -258,24 +373,41 @@ class Shard:
         cells, packed, layout = self._packed(flat)
         if self._layout[0] is not layout:
             self._layout = layout, named(layout)
-        return Drawn(packed, flat.numpy(), self.storage.stamps(flat).numpy(), weight.numpy(), cells, self._layout[1])
+        return Drawn(
+            packed,
+            flat.numpy(),
+            self.storage.stamps(flat).numpy(),
+            weight.numpy(),
+            cells,
+            self._layout[1],
+        )
 
-    def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the row numbers of drawn sequences (``None`` for single rows), the packed rows, and their layout."""
+    def _packed(
+        self, flat: torch.Tensor
+    ) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
+        """Return the row numbers of drawn sequences (``None`` for single rows), the
+        packed rows, and their layout."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
-            out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")
+            out = torch.empty(
+                (len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu"
+            )
             stored.pack_(flat, out.view(stored.layout.carrier))
             return None, out.numpy(), stored.layout
         cells, info, batch = self._wrapper.batch_of(self.storage, flat, {})
         is_windowed = info.pop("anchor_index", None) is not None
         merge_(batch, info)
         layout = self._layout[0] or RowLayout(batch, 1)
-        rows = torch.stack((cells, self.storage.stamps(cells)), 1).numpy() if is_windowed else None
+        rows = (
+            torch.stack((cells, self.storage.stamps(cells)), 1).numpy()
+            if is_windowed
+            else None
+        )
         return rows, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
-        """Apply the TD errors of a request, and update the largest TD error, which sets the priority of new rows."""
+        """Apply the TD errors of a request, and update the largest TD error, which sets
+        the priority of new rows."""
         if self._prioritized is None:
             return
         priorities = self._prioritized.priorities
@@ -283,8 +415,13 @@ class Shard:
         if len(request.errors):
             current = request.handles[:, INCARNATION] == self.incarnation
             self._stale += int((~current).sum())
-            flat, stamp = (torch.from_numpy(request.handles[current, column]) for column in (ROW, STAMP))
-            self.buffer._update_sampled(flat, torch.from_numpy(request.errors[current]), stamp)
+            flat, stamp = (
+                torch.from_numpy(request.handles[current, column])
+                for column in (ROW, STAMP)
+            )
+            self.buffer._update_sampled(
+                flat, torch.from_numpy(request.errors[current]), stamp
+            )
 
     def _enter(self) -> None:
         staged, self._staged = self._staged, []
@@ -296,7 +433,8 @@ class Shard:
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
-    """Pack ``data`` (batch dims ``lead``) into ``[n, row_bytes]`` uint8; SchemaError if ``data`` does not fit."""
+    """Pack ``data`` (batch dims ``lead``) into ``[n, row_bytes]`` uint8; SchemaError if
+    ``data`` does not fit."""
     leaves = layout.collect(data, lead)
     rows = torch.empty((*lead, layout.row_bytes), dtype=torch.uint8, device="cpu")
     torch._foreach_copy_(layout.columns(rows), leaves)
@@ -319,8 +457,11 @@ def _end_trajectories(storage: PackedStorage) -> None:
         storage.episodes.end()
 
 
-def _extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int, last: int) -> None:
-    """Write rows of dumps, and their priorities, to a buffer: time steps ``first`` to ``last`` of all in order."""
+def _extend_by(
+    buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int, last: int
+) -> None:
+    """Write rows of dumps, and their priorities, to a buffer: time steps ``first`` to
+    ``last`` of all in order."""
     for folder, steps in dumps:
         low, high = max(first, 0), min(last, steps)
         first, last = first - steps, last - steps
@@ -329,7 +470,9 @@ def _extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: in
         found = open_checkpoint(folder)
         source, state = found.storage, innermost_state(found.sampler)
         if source is None or int(source.ring.count[0]) != steps:
-            raise CheckpointError(f"{folder} does not hold the {steps} time steps that the manifest says")
+            raise CheckpointError(
+                f"{folder} does not hold the {steps} time steps that the manifest says"
+            )
         ring, prioritized = source.ring, buffer._initialize().prioritized
         if prioritized is not None:
             prioritized.alpha = state["alpha"]
@@ -337,10 +480,19 @@ def _extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: in
         slots = (torch.arange(low, high, device="cpu") + int(ring.tail[0])) % ring.steps
         for part in slots.split(max(1, _AT_ONCE // (source.row_bytes * ring.lanes))):
             rows = source.get(part)
-            index = buffer.extend(rows if source.ndim == 1 else rows.transpose(0, 1), update_priority=False)
+            index = buffer.extend(
+                rows if source.ndim == 1 else rows.transpose(0, 1),
+                update_priority=False,
+            )
             if prioritized is not None:
-                cells = (part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")).flatten()
+                cells = (
+                    part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")
+                ).flatten()
                 magnitude = state["magnitude"][cells]
-                prioritized.priorities.assign(index, magnitude, buffer.storage, counts=False)
+                prioritized.priorities.assign(
+                    index, magnitude, buffer.storage, counts=False
+                )
         if prioritized is not None:
-            prioritized.priorities.largest = max(prioritized.priorities.largest, float(state["largest"]))
+            prioritized.priorities.largest = max(
+                prioritized.priorities.largest, float(state["largest"])
+            )

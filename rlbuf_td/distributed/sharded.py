@@ -1,4 +1,5 @@
-"""The replay buffer that starts and stops the shards and their flow control, and samples from all shards."""
+"""The replay buffer that starts and stops the shards and their flow control, and
+samples from all shards."""
 
 from __future__ import annotations
 
@@ -40,14 +41,19 @@ class Manifest(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Return the manifest in the folder ``path``; raise a CheckpointError if there is none."""
+        """Return the manifest in the folder ``path``; raise a CheckpointError if there
+        is none."""
         found = load_state(path / _FOLDER, _KIND)
         with suppress(TypeError):
             manifest = cls(**found)
             counts = manifest.lanes, *manifest.steps
-            if is_folder(manifest.dump) and all(type(number) is int and number >= 0 for number in counts):
+            if is_folder(manifest.dump) and all(
+                type(number) is int and number >= 0 for number in counts
+            ):
                 return manifest
-        raise CheckpointError(f"{path} does not say which dumps of shards belong together: {found}")
+        raise CheckpointError(
+            f"{path} does not say which dumps of shards belong together: {found}"
+        )
 
     @classmethod
     def last(cls, path: Path) -> Manifest | None:
@@ -66,69 +72,98 @@ def _names(shards: int) -> list[str]:
 
 def newest_dump(path: Path, place: int, shards: int) -> str | None:
     manifest = Manifest.last(path)
-    return None if manifest is None or len(manifest.steps) != shards else manifest.folders(path)[place]
+    return (
+        None
+        if manifest is None or len(manifest.steps) != shards
+        else manifest.folders(path)[place]
+    )
 
 
 def dump_after_restart(path: Path | None, place: int, shards: int) -> str | None:
-    """Return the dump from which the shard of this process continues; None if it has not been restarted."""
+    """Return the dump from which the shard of this process continues; None if it has
+    not been restarted."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code causes this warning
-        is_restart = path is not None and ray.get_runtime_context().was_current_actor_reconstructed
+        # Ray's own code causes this warning
+        warnings.simplefilter("ignore", DeprecationWarning)
+        is_restart = (
+            path is not None
+            and ray.get_runtime_context().was_current_actor_reconstructed
+        )
     return newest_dump(path, place, shards) if is_restart else None
 
 
-def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
-    """Connect to Ray; return the tuple that :class:`Client` expects from its argument ``connect``."""
+def connect(
+    name: str, shards: int, has_flow: bool, address: str, namespace: str
+) -> tuple[list[Any], Any, Any]:
+    """Connect to Ray; return the tuple that :class:`Client` expects from its argument
+    ``connect``."""
     if not ray.is_initialized():
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
     return handles, ray.get_actor(f"{name}-flow", namespace) if has_flow else None, ray
 
 
 class ShardedReplayBuffer(Client):
-    """A replay buffer that is divided into shards; each shard is a ReplayBuffer in a Ray actor.
+    """A replay buffer that is divided into shards; each shard is a ReplayBuffer in a
+    Ray actor.
 
-    Rows are drawn from all shards as from one large buffer: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights
-    use ``P(i)`` and the number of rows in all shards. Each client has its own ``beta``.
+    Rows are drawn from all shards as from one large buffer:
+    ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights use ``P(i)`` and the
+    number of rows in all shards. Each client has its own ``beta``.
 
-    A learner draws with the sums of ``p^alpha`` that the shards last reported. New rows therefore usually wait in a
-    shard until its next draw is done: with one learner, the probabilities are exact even while collectors write. A
-    shard stores them at once if they would fill more than a quarter of its capacity, or if it got no request for 10 s.
-    Then, and with several learners, importance weights correct for sums that have changed.
+    A learner draws with the sums of ``p^alpha`` that the shards last reported. New rows
+    therefore usually wait in a shard until its next draw is done: with one learner, the
+    probabilities are exact even while collectors write. A shard stores them at once if
+    they would fill more than a quarter of its capacity, or if it got no request for 10
+    s. Then, and with several learners, importance weights correct for sums that have
+    changed.
 
-    A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
-    trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories
-    of the other: use as many shards as writing clients, or write whole trajectories (``trajs_per_batch`` in TorchRL's
-    collectors).
+    A client writes all its rows to one shard, because n-step returns, sequences and
+    hindsight goals need whole trajectories in a shard. If two clients write to the same
+    shard, a write by one client ends the open trajectories of the other: use as many
+    shards as writing clients, or write whole trajectories (``trajs_per_batch`` in
+    TorchRL's collectors).
 
-    TorchRL's ``Collector`` takes this object or a client as its ``replay_buffer``, and ``RayCollector`` takes this
-    object. ``MultiSyncCollector`` and ``MultiAsyncCollector`` take a :meth:`client`, and must spawn their workers,
-    because forked processes cannot use Ray. TorchRL's ``DistributedCollector``, ``RPCCollector`` and
-    ``DistributedSyncCollector`` do not pass a replay buffer to their workers.
+    TorchRL's ``Collector`` takes this object or a client as its ``replay_buffer``, and
+    ``RayCollector`` takes this object. ``MultiSyncCollector`` and
+    ``MultiAsyncCollector`` take a :meth:`client`, and must spawn their workers, because
+    forked processes cannot use Ray. TorchRL's ``DistributedCollector``,
+    ``RPCCollector`` and ``DistributedSyncCollector`` do not pass a replay buffer to
+    their workers.
 
     Args:
         num_shards: number of shards to start.
-        make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows on the CPU. The buffer needs a
-            uniform or proportional sampler, which n-step, sequence and hindsight samplers may wrap. The function is
-            called in each shard, and once in this process.
+        make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows
+            on the CPU. The buffer needs a uniform or proportional sampler, which
+            n-step, sequence and hindsight samplers may wrap. The function is called in
+            each shard, and once in this process.
         batch_size: number of rows in a batch; default: the batch size of the buffers.
-        samples_per_insert: number of rows sampled per row written. Batches and writes wait to keep this ratio.
+        samples_per_insert: number of rows sampled per row written. Batches and writes
+            wait to keep this ratio.
         min_size: number of rows that must have been written before the first batch.
-        tolerance: allowed deviation from ``samples_per_insert``, in sampled rows; default: just enough for the largest
-            batch and the largest write so far.
-        prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
-            time per batch is divided by k. With 0, a request draws one batch, and is sent when the batch is needed.
-        dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
-        **actor_options: options of Ray's actors, such as ``num_cpus`` (default 0), ``max_restarts`` (default -1: no
-            limit) and ``scheduling_strategy`` (default ``"SPREAD"``: on different machines).
+        tolerance: allowed deviation from ``samples_per_insert``, in sampled rows;
+            default: just enough for the largest batch and the largest write so far.
+        prefetch: k, the number of batches that one request draws. A TD error takes
+            effect after k to 2k batches. Ray's time per batch is divided by k. With 0,
+            a request draws one batch, and is sent when the batch is needed.
+        dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from
+            this folder.
+        **actor_options: options of Ray's actors, such as ``num_cpus`` (default 0),
+            ``max_restarts`` (default -1: no limit) and ``scheduling_strategy`` (default
+            ``"SPREAD"``: on different machines).
 
     Raises:
         TypeError: ``make_buffer`` does not return a ReplayBuffer with a PackedStorage.
-        ValueError: an argument is out of range, or the buffer cannot be sharded exactly (because of a ``RankSampler``
-            or a transform, for example).
+        ValueError: an argument is out of range, or the buffer cannot be sharded exactly
+            (because of a ``RankSampler`` or a transform, for example).
 
-    Cost: one Ray request per shard with drawn rows, and O(B log N) in the shard to draw B of N rows. The page
-    :mod:`rlbuf_td.distributed` has measured times.
+    Cost: one Ray request per shard with drawn rows, and O(B log N) in the shard to draw
+    B of N rows. The page :mod:`rlbuf_td.distributed` has measured times.
 
     Example:
         >>> from tensordict import TensorDict
@@ -159,31 +194,57 @@ class ShardedReplayBuffer(Client):
         dump_dir: str | Path | None = None,
         **actor_options: Any,
     ) -> None:
-        num_shards, prefetch = whole(1)("num_shards", num_shards), whole(0)("prefetch", prefetch)
+        num_shards, prefetch = (
+            whole(1)("num_shards", num_shards),
+            whole(0)("prefetch", prefetch),
+        )
         spec = Spec.of(make_buffer())
         flow = make_flow(samples_per_insert, min_size, tolerance, prefetch=0)
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        self.dump_dir, self._next_home = None if dump_dir is None else Path(dump_dir).absolute(), 0
+        self.dump_dir, self._next_home = (
+            None if dump_dir is None else Path(dump_dir).absolute(),
+            0,
+        )
         name, context = f"rlbuf_td-{uuid.uuid4().hex[:12]}", ray.get_runtime_context()
-        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": "SPREAD"} | actor_options
+        options = {
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "scheduling_strategy": "SPREAD",
+        } | actor_options
         actor = ray.remote(Shard)
         self._actors = []
         for place in range(num_shards):
             dump = partial(dump_after_restart, self.dump_dir, place, num_shards)
-            self._actors.append(actor.options(name=f"{name}-{place}", **options).remote(make_buffer, dump))
+            self._actors.append(
+                actor.options(name=f"{name}-{place}", **options).remote(
+                    make_buffer, dump
+                )
+            )
         if flow is not None:
             settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance
-            self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(*settings))
-        where = name, num_shards, flow is not None, context.gcs_address, context.namespace
+            self._actors.append(
+                ray.remote(Limiter)
+                .options(name=f"{name}-flow", num_cpus=0)
+                .remote(*settings)
+            )
+        where = (
+            name,
+            num_shards,
+            flow is not None,
+            context.gcs_address,
+            context.namespace,
+        )
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, None)
 
     def __reduce__(self) -> Any:
-        """Pickle and copy as a :class:`Client`, because only this object can shut down the shards."""
+        """Pickle and copy as a :class:`Client`, because only this object can shut down
+        the shards."""
         return Client, self._given
 
     def client(self) -> Client:
-        """Return a client for one learner or collector, which may run in another process."""
+        """Return a client for one learner or collector, which may run in another
+        process."""
         return self.clients(1)[0]
 
     def clients(self, n: int) -> list[Client]:
@@ -191,55 +252,81 @@ class ShardedReplayBuffer(Client):
         n = whole(1)("n", n)
         self.links.require_open()
         first, self._next_home = self._next_home, self._next_home + n
-        return [Client(*self._given[:-1], (first + place) % len(self.links.handles)) for place in range(n)]
+        return [
+            Client(*self._given[:-1], (first + place) % len(self.links.handles))
+            for place in range(n)
+        ]
 
     def health(self) -> dict[str, Any]:
         """Return the state of the shards and of flow control.
 
         Returns:
-            ``"shards"``: a list of one dict per shard, with ``alive`` and ``lost_rows``; the dict of a live shard also
-            has the fields of its :class:`~rlbuf_td.distributed.shard.Report`, such as ``rows`` and ``mass``.
-            ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: how often a draw was repeated
-            because a shard had been lost or emptied. ``"stale_updates"``: number of all skipped TD errors. ``"flow"``:
-            counters of flow control, if it is used.
+            ``"shards"``: a list of one dict per shard, with ``alive`` and
+            ``lost_rows``; the dict of a live shard also has the fields of its
+            :class:`~rlbuf_td.distributed.shard.Report`, such as ``rows`` and ``mass``.
+            ``"lost_shards"``: how often this object has lost a shard. ``"retries"``:
+            how often a draw was repeated because a shard had been lost or emptied.
+            ``"stale_updates"``: number of all skipped TD errors. ``"flow"``: counters
+            of flow control, if it is used.
         """
         reports, shards = self.links.ask("report"), []
         for place, lost_rows in enumerate(self.links.lost_rows):
             report = reports[place]._asdict() if place in reports else {}
             shards.append({"alive": place in reports, "lost_rows": lost_rows} | report)
-        found = {"shards": shards, "lost_shards": self.links.losses, "retries": self.retries}
-        found["stale_updates"] = self.stale + sum(shard.get("stale_updates", 0) for shard in shards)
-        return found if self._flow is None else found | {"flow": ray.get(self._flow.report.remote())}
+        found = {
+            "shards": shards,
+            "lost_shards": self.links.losses,
+            "retries": self.retries,
+        }
+        found["stale_updates"] = self.stale + sum(
+            shard.get("stale_updates", 0) for shard in shards
+        )
+        return (
+            found
+            if self._flow is None
+            else found | {"flow": ray.get(self._flow.report.remote())}
+        )
 
     def __repr__(self) -> str:
         name = type(self).__name__
         if not self.is_alive:
             return f"{name}(shut down)"
-        lines = [f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"]
+        lines = [
+            f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"
+        ]
         for place, shard in enumerate(self.health()["shards"]):
-            shown = f"{shard['rows']:,} rows, mass {shard['mass']:.6g}" if shard["alive"] else "lost"
+            shown = (
+                f"{shard['rows']:,} rows, mass {shard['mass']:.6g}"
+                if shard["alive"]
+                else "lost"
+            )
             lines.append(f"    {place}: {shown}")
         return "\n".join(lines) + "\n)"
 
     def empty(self) -> None:
-        """Remove all rows and priorities, with received rows that are not yet stored; restart flow control."""
+        """Remove all rows and priorities, with received rows that are not yet stored;
+        restart flow control."""
         self.synchronize()
         self._forget()
         self.links.ask("empty")
         self._ask_flow("restart", 0)
 
     def dumps(self, path: str | Path | None = None) -> None:
-        """Save each shard in a subfolder of ``path``, to which all machines must be able to write.
+        """Save each shard in a subfolder of ``path``, to which all machines must be
+        able to write.
 
-        A dump is written beside the previous one and then replaces it: if the call is interrupted, or a shard crashes
-        while it saves, the previous dump stays valid. Data that has not changed is not written again.
+        A dump is written beside the previous one and then replaces it: if the call is
+        interrupted, or a shard crashes while it saves, the previous dump stays valid.
+        Data that has not changed is not written again.
 
         Args:
-            path: the folder; default: ``dump_dir``, from which restarted shards load their rows.
+            path: the folder; default: ``dump_dir``, from which restarted shards load
+                their rows.
 
         Raises:
             ValueError: neither ``path`` nor ``dump_dir`` is given.
-            CheckpointError: a component of a buffer cannot be saved, or a shard is lost.
+            CheckpointError: a component of a buffer cannot be saved, or a shard is
+                lost.
         """
         path = self._folder(path)
         self.synchronize()
@@ -249,28 +336,39 @@ class ShardedReplayBuffer(Client):
         given = {place: (str(folder / name),) for place, name in enumerate(names)}
         found = self.links.finish(self.links.start("dump", given), _LONG)
         if len(found) < len(names):
-            raise CheckpointError(f"shards {sorted(given.keys() - found.keys())} are lost: the dump is not complete")
+            raise CheckpointError(
+                f"shards {sorted(given.keys() - found.keys())} are lost: the dump is not complete"
+            )
         self.links.ask("report")
         steps, lanes = zip(*(found[place] for place in given), strict=True)
         # This makes the new dump the valid one.
-        save_state(path / _FOLDER, _KIND, Manifest(folder.name, [*steps], max(lanes), flow)._asdict())
+        save_state(
+            path / _FOLDER,
+            _KIND,
+            Manifest(folder.name, [*steps], max(lanes), flow)._asdict(),
+        )
         delete_others(folder)
 
     def loads(self, path: str | Path | None = None) -> None:
-        """Replace all rows and priorities by those of a dump, and the counts of flow control.
+        """Replace all rows and priorities by those of a dump, and the counts of flow
+        control.
 
-        If the dump has a different number of shards, its time steps are joined, shard after shard, and cut into equal
-        parts: each shard of this buffer reads its part, and writes it as new rows with the saved priorities. Where the
-        rows of one shard are divided, at most one trajectory per lane is divided. While a shard loads, it holds its old
-        and its new rows.
+        If the dump has a different number of shards, its time steps are joined, shard
+        after shard, and cut into equal
+        parts: each shard of this buffer reads its part, and writes it as new rows with
+        the saved priorities. Where the rows of one shard are divided, at most one
+        trajectory per lane is divided. While a shard loads, it holds its old and its
+        new rows.
 
         Args:
             path: the folder of the dump; default: ``dump_dir``.
 
         Raises:
-            CheckpointError: the folder holds no complete dump, or a file of it is damaged; nothing has changed. Also
-                raised if a shard was lost during the load.
-            ValueError: no folder is given, or the capacity of a shard is too small; nothing has changed.
+            CheckpointError: the folder holds no complete dump, or a file of it is
+                damaged; nothing has changed. Also raised if a shard was lost during the
+                load.
+            ValueError: no folder is given, or the capacity of a shard is too small;
+                nothing has changed.
         """
         self.links.require_open()
         path, links = self._folder(path), self.links
@@ -294,7 +392,8 @@ class ShardedReplayBuffer(Client):
             raise CheckpointError("shards were lost during the load")
 
     def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
-        """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError if it has too little room."""
+        """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError
+        if it has too little room."""
         count, total = len(self.links.handles), sum(manifest.steps)
         dumps = [*zip(manifest.folders(path), manifest.steps, strict=True)]
         if len(dumps) == count:
@@ -302,17 +401,22 @@ class ShardedReplayBuffer(Client):
         bounds = [*pairwise(round(place * total / count) for place in range(count + 1))]
         most = max(last - first for first, last in bounds) * manifest.lanes
         if most > self.spec.capacity:
-            raise ValueError(f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}")
+            raise ValueError(
+                f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}"
+            )
         return {place: (dumps, part) for place, part in enumerate(bounds)}
 
     def _folder(self, path: str | Path | None) -> Path:
         path = self.dump_dir if path is None else Path(path).absolute()
         if path is None:
-            raise ValueError("there is no folder for the dump: pass a path, or dump_dir to the constructor")
+            raise ValueError(
+                "there is no folder for the dump: pass a path, or dump_dir to the constructor"
+            )
         return path
 
     def start(self) -> ShardedReplayBuffer:
-        """Return this object: its shards already run. TorchRL's trainers call this method."""
+        """Return this object: its shards already run. TorchRL's trainers call this
+        method."""
         return self
 
     @property
@@ -321,9 +425,11 @@ class ShardedReplayBuffer(Client):
         return bool(self._actors)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop all shards. Rows that were not dumped are lost, and later or waiting calls raise a RuntimeError.
+        """Stop all shards. Rows that were not dumped are lost, and later or waiting
+        calls raise a RuntimeError.
 
-        Clients notice when they next ask a shard: with ``prefetch``, they may first return batches drawn ahead.
+        Clients notice when they next ask a shard: with ``prefetch``, they may first
+        return batches drawn ahead.
         """
         if self._flow is not None and self._actors:
             ray.get(self._flow.shutdown.remote(), timeout=timeout or 10.0)
@@ -345,25 +451,36 @@ class ShardedReplayBuffer(Client):
 class Limiter(FlowControl):
     """Flow control as a Ray actor, which lets calls of clients wait."""
 
-    async def sample(self, rows: int, wait: bool, timeout: float | None) -> tuple[int, int]:
-        """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise RuntimeError instead.
+    async def sample(
+        self, rows: int, wait: bool, timeout: float | None
+    ) -> tuple[int, int]:
+        """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise
+        RuntimeError instead.
 
         Return the epoch of the counts, and the number of rows written so far.
         """
         if wait:
             reason = partial(self.why_no_batch, rows)
-            await self._until(partial(self.admit_sample, rows), timeout, reason, of_sample=True)
+            await self._until(
+                partial(self.admit_sample, rows), timeout, reason, of_sample=True
+            )
         elif not self.admit_sample(rows):
             raise RuntimeError(not_now(rows, self.why_no_batch(rows)))
         return self.epoch, self.inserted
 
     async def insert(self, rows: int) -> int:
-        """Wait until a write of ``rows`` rows is admitted; return the epoch of the counts."""
+        """Wait until a write of ``rows`` rows is admitted; return the epoch of the
+        counts."""
         await self._until(partial(self.admit_insert, rows), None, str, of_sample=False)
         return self.epoch
 
     async def _until(
-        self, admit: Callable[[], bool], timeout: float | None, reason: Callable[[], str], *, of_sample: bool
+        self,
+        admit: Callable[[], bool],
+        timeout: float | None,
+        reason: Callable[[], str],
+        *,
+        of_sample: bool,
     ) -> None:
         deadline = inf if timeout is None else time.monotonic() + timeout
         if admit():
@@ -375,9 +492,11 @@ class Limiter(FlowControl):
             await asyncio.sleep(_POLL)
 
     async def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
-        """Take back a batch of ``sampled`` rows, because all shards are empty; restart the counts.
+        """Take back a batch of ``sampled`` rows, because all shards are empty; restart
+        the counts.
 
-        The counts are kept if rows have been written since the batch was admitted, with ``epoch`` and ``inserted``.
+        The counts are kept if rows have been written since the batch was admitted, with
+        ``epoch`` and ``inserted``.
         """
         self.take_back(epoch, sampled=sampled)
         if (epoch, inserted) == (self.epoch, self.inserted):

@@ -1,4 +1,5 @@
-"""Record the transitions of a running PettingZoo environment whose agents take turns."""
+"""Record the transitions of a running PettingZoo environment whose agents take
+turns."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlbuf_td.envs.recorder import BufferLane, Recorder, Target, fill_parts_
-from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
+from rlbuf_td.envs.specs import (
+    ACTION_MASK,
+    after_step,
+    paths_of,
+    takes_turns,
+    turns_schema,
+)
 from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:
@@ -18,39 +25,49 @@ if TYPE_CHECKING:
 
 
 class AECRecorder:
-    """Steps a turn-based environment of PettingZoo (an ``AECEnv``), and stores each agent's transitions in a lane.
+    """Steps a turn-based environment of PettingZoo (an ``AECEnv``), and stores each
+    agent's transitions in a lane.
 
-    A transition of an agent goes from its turn to its next turn: its observation and action, the sum of the rewards
-    that it got until its next turn, and the next observation, ``terminated`` and ``truncated`` of ``env.last()``. The
-    last transition ends at the agent's last turn, which PettingZoo gives to each agent that is dead or whose game is
-    over, with the action None. Rewards are stored as float32; those before an agent's first turn are not stored.
+    A transition of an agent goes from its turn to its next turn: its observation and
+    action, the sum of the rewards that it got until its next turn, and the next
+    observation, ``terminated`` and ``truncated`` of ``env.last()``. The last transition
+    ends at the agent's last turn, which PettingZoo gives to each agent that is dead or
+    whose game is over, with the action None. Rewards are stored as float32; those
+    before an agent's first turn are not stored.
 
-    The rows are those of a :class:`GymnasiumRecorder`: a Dict observation has its keys at the root. An
-    ``"action_mask"`` among them is stored as bool. A next mask that allows no action, as games give it to an agent
-    that no longer acts, is stored as True everywhere, so that the greatest value of the allowed actions is finite.
+    The rows are those of a :class:`GymnasiumRecorder`: a Dict observation has its keys
+    at the root. An ``"action_mask"`` among them is stored as bool. A next mask that
+    allows no action, as games give it to an agent that no longer acts, is stored as
+    True everywhere, so that the greatest value of the allowed actions is finite.
 
-    Each game has a number for each agent, ``("collector", "traj_ids")``. A :meth:`reset` in mid-game stores the last
-    transitions of dead agents, and drops those that have not ended. Loading a checkpoint into the buffer interrupts
-    the game; call :meth:`reset` before the next step.
+    Each game has a number for each agent, ``("collector", "traj_ids")``. A
+    :meth:`reset` in mid-game stores the last transitions of dead agents, and drops
+    those that have not ended. Loading a checkpoint into the buffer interrupts the game;
+    call :meth:`reset` before the next step.
 
-    Loop as PettingZoo does, with ``recorder.reset`` and ``recorder.step`` in place of the environment's. Opponents that
-    are not recorded may act with ``env.step``.
+    Loop as PettingZoo does, with ``recorder.reset`` and ``recorder.step`` in place of
+    the environment's. Opponents that are not recorded may act with ``env.step``.
 
     Args:
-        buffer: a :class:`ReplayBuffer` ``[T, A]`` for the A agents of ``env.possible_agents``, in this order, for
-            example from ``from_env(env, ...)``. Or a dict from the agents to be recorded to lanes, ``rb.lane(e)``, or
-            buffers ``[T]``: for agents with unlike spaces, for several games in one buffer, or for a learner among
-            opponents.
+        buffer: a :class:`ReplayBuffer` ``[T, A]`` for the A agents of
+            ``env.possible_agents``, in this order, for example from
+            ``from_env(env, ...)``. Or a dict from the agents to be recorded to lanes,
+            ``rb.lane(e)``, or buffers ``[T]``: for agents with unlike spaces, for
+            several games in one buffer, or for a learner among opponents.
         env: an ``AECEnv``.
 
     Raises:
         TypeError: ``buffer`` or ``env`` has the wrong type.
-        ValueError: the buffer cannot write single lanes, or the dict names an agent that the environment lacks.
-        SchemaError: the agents of one buffer differ in their spaces, or the transitions do not fit the rows or lanes.
+        ValueError: the buffer cannot write single lanes, or the dict names an agent
+            that the environment lacks.
+        SchemaError: the agents of one buffer differ in their spaces, or the transitions
+            do not fit the rows or lanes.
 
-    Cost: about 0.2 ms per turn, without the time of the environment; it calls ``env.last()`` once.
+    Cost: about 0.2 ms per turn, without the time of the environment; it calls
+    ``env.last()`` once.
 
-    TorchRL has no recorder; its ``PettingZooEnv`` gives a row to every turn, with a mask of the agent that acts.
+    TorchRL has no recorder; its ``PettingZooEnv`` gives a row to every turn, with a
+    mask of the agent that acts.
 
     Example:
         >>> import pettingzoo
@@ -69,24 +86,40 @@ class AECRecorder:
         (tensor([1, 3, 5]), tensor([ 0.,  0., -1.]))
     """
 
-    def __init__(self, buffer: ReplayBuffer | Mapping[str, Target], env: AECEnv) -> None:
+    def __init__(
+        self, buffer: ReplayBuffer | Mapping[str, Target], env: AECEnv
+    ) -> None:
         if not takes_turns(env):
-            raise TypeError(f"env must be an AECEnv of PettingZoo, whose agents take turns, got a {type(env).__name__}")
+            raise TypeError(
+                f"env must be an AECEnv of PettingZoo, whose agents take turns, got a {type(env).__name__}"
+            )
         self.env, agents = env, [*env.possible_agents]
         targets = buffer if isinstance(buffer, Mapping) else _lanes_of(buffer, env)
         unknown = [agent for agent in targets if agent not in agents]
         if unknown:
-            raise ValueError(f"the environment has no agents {unknown}: its agents are {agents}")
-        self._seats = {agent: _Seat(target, env, agent) for agent, target in targets.items()}
+            raise ValueError(
+                f"the environment has no agents {unknown}: its agents are {agents}"
+            )
+        self._seats = {
+            agent: _Seat(target, env, agent) for agent, target in targets.items()
+        }
         self._is_running = False  # otherwise a reset must follow
 
-    def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> None:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, object] | None = None
+    ) -> None:
         """Store the last transitions of dead agents, and reset the environment."""
         env = self.env
         for agent, seat in self._seats.items() if self._goes_on() else ():
-            if seat.is_open and (env.terminations[agent] or env.truncations[agent]):  # its last turn is still to come
+            # its last turn is still to come
+            if seat.is_open and (env.terminations[agent] or env.truncations[agent]):
                 reward = env._cumulative_rewards[agent]  # noqa: SLF001  which env.last() will return
-                seat.end(env.observe(agent), reward, env.terminations[agent], env.truncations[agent])
+                seat.end(
+                    env.observe(agent),
+                    reward,
+                    env.terminations[agent],
+                    env.truncations[agent],
+                )
         self._is_running = False
         env.reset(seed=seed, options=options)
         for seat in self._seats.values():
@@ -94,18 +127,22 @@ class AECRecorder:
         self._is_running = True
 
     def step(self, action: object, **extras: object) -> None:
-        """Take the turn of ``env.agent_selection``, and store the transition that ends with this turn.
+        """Take the turn of ``env.agent_selection``, and store the transition that ends
+        with this turn.
 
         Args:
             action: the agent's action; None at its last turn.
-            **extras: further entries of the transition that begins, such as a policy's ``state_value`` of shape
-                ``[1]``. Every step of an agent must have the same extras; those of its last turn are ignored.
+            **extras: further entries of the transition that begins, such as a policy's
+                ``state_value`` of shape ``[1]``. Every step of an agent must have the
+                same extras; those of its last turn are ignored.
 
         Raises:
-            RuntimeError: the environment must be reset before this step; or an agent has left the environment without
-                its last turn.
-            ValueError: a living agent has no action, or a dead one has one; nothing has changed.
-            SchemaError: the dtype or shape of an entry differs from its space or from the agent's first step.
+            RuntimeError: the environment must be reset before this step; or an agent
+                has left the environment without its last turn.
+            ValueError: a living agent has no action, or a dead one has one; nothing has
+                changed.
+            SchemaError: the dtype or shape of an entry differs from its space or from
+                the agent's first step.
         """
         env = self.env
         if not self._goes_on() or not env.agents:
@@ -115,7 +152,11 @@ class AECRecorder:
         observation, reward, terminated, truncated, _ = env.last()
         is_dead = bool(terminated or truncated)
         if is_dead is not (action is None):
-            state = "is dead, and its last action is None" if is_dead else "is alive, and needs an action"
+            state = (
+                "is dead, and its last action is None"
+                if is_dead
+                else "is alive, and needs an action"
+            )
             raise ValueError(f"agent {agent!r} {state}, got {action!r}")
         seat = self._seats.get(agent)
         if seat is not None:
@@ -127,15 +168,22 @@ class AECRecorder:
         self._is_running = True
 
     def _goes_on(self) -> bool:
-        """Whether the game goes on; raise a RuntimeError if a transition can no longer end."""
+        """Whether the game goes on; raise a RuntimeError if a transition can no longer
+        end."""
         for seat in self._seats.values():
             self._is_running &= not seat.was_loaded()
         if self._is_running:
-            lost = [agent for agent, seat in self._seats.items() if seat.is_open and agent not in self.env.agents]
+            lost = [
+                agent
+                for agent, seat in self._seats.items()
+                if seat.is_open and agent not in self.env.agents
+            ]
             if lost:
                 self._is_running = False
                 fault = f"agents {lost} have left the environment, and their last rewards are not known"
-                raise RuntimeError(f"{fault}: pass the None of their last turns to the recorder's step")
+                raise RuntimeError(
+                    f"{fault}: pass the None of their last turns to the recorder's step"
+                )
         return self._is_running
 
 
@@ -145,7 +193,9 @@ class _Seat(Recorder):
     def __init__(self, target: Target, env: AECEnv, agent: str) -> None:
         super().__init__(target)
         schema = turns_schema(env, [agent])
-        self._obs_paths, self._action_paths = paths_of(schema, env.observation_space(agent))
+        self._obs_paths, self._action_paths = paths_of(
+            schema, env.observation_space(agent)
+        )
         self._next_paths = after_step(self._obs_paths)
         self._fit(schema, single=True)
         self.is_open = False
@@ -154,13 +204,17 @@ class _Seat(Recorder):
         self.is_open = False
         self._begin(np.ones(1, bool))
 
-    def begin(self, observation: object, action: object, extras: Mapping[str, object]) -> None:
+    def begin(
+        self, observation: object, action: object, extras: Mapping[str, object]
+    ) -> None:
         self._begin_step(extras)
         fill_parts_(self._rows, self._obs_paths, observation, self._at)
         fill_parts_(self._rows, self._action_paths, action, self._at)
         self.is_open = True
 
-    def end(self, observation: object, reward: float, terminated: bool, truncated: bool) -> None:
+    def end(
+        self, observation: object, reward: float, terminated: bool, truncated: bool
+    ) -> None:
         """Store the transition, if the agent has begun one."""
         if not self.is_open:
             return
@@ -174,12 +228,18 @@ class _Seat(Recorder):
 
 
 def _lanes_of(buffer: ReplayBuffer, env: AECEnv) -> dict[str, BufferLane]:
-    """Return the lanes of a buffer for the agents of an environment, which have equal spaces."""
+    """Return the lanes of a buffer for the agents of an environment, which have equal
+    spaces."""
     agents = [*env.possible_agents]
     turns_schema(env, agents)
     if not hasattr(buffer, "lane"):
-        raise TypeError(f"buffer must be a ReplayBuffer, or a dict from agents to lanes, got a {type(buffer).__name__}")
-    lanes = buffer.lane(0), *(buffer.lane(e) for e in range(1, buffer.storage.lane_count or 1))
+        raise TypeError(
+            f"buffer must be a ReplayBuffer, or a dict from agents to lanes, got a {type(buffer).__name__}"
+        )
+    lanes = (
+        buffer.lane(0),
+        *(buffer.lane(e) for e in range(1, buffer.storage.lane_count or 1)),
+    )
     if len(lanes) != len(agents):
         has = f"the buffer has {len(lanes)} lanes, the environment {len(agents)} agents"
         raise SchemaError(f"{has}: make the buffer with from_env(env, ...)")

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from rlbuf_td.envs.recorder import Recorder, Target, fill_final_, fill_info_, fill_parts_, to_array
+from rlbuf_td.envs.recorder import (
+    Recorder,
+    Target,
+    fill_final_,
+    fill_info_,
+    fill_parts_,
+    to_array,
+)
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, tensors_of
 
 if TYPE_CHECKING:
@@ -25,43 +32,53 @@ _SAME_STEP = (
 class GymnasiumRecorder(Recorder):
     """Steps a Gymnasium environment, and stores the transitions in a buffer.
 
-    :meth:`reset` and :meth:`step` return the environment's results unchanged. With same-step autoreset, the stored next
-    observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
-    reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number, or an array if
-    the environment has a ``reward_space`` or the buffer an example in ``extras``. Rewards are stored as float32; whole
-    numbers that float32 lacks, such as 2**24 + 1, are refused, unless ``extras`` has a float64 reward.
+    :meth:`reset` and :meth:`step` return the environment's results unchanged. With
+    same-step autoreset, the stored next observation at the end of an episode is
+    ``final_obs`` from the infos. With next-step autoreset, the steps that only reset
+    the environment are not stored. ``done`` is ``terminated | truncated``. A reward is
+    a number, or an array if the environment has a ``reward_space`` or the buffer an
+    example in ``extras``. Rewards are stored as float32; whole numbers that float32
+    lacks, such as 2**24 + 1, are refused, unless ``extras`` has a float64 reward.
 
-    Each episode has a unique number, ``("collector", "traj_ids")``. If ``reset`` interrupts an episode, its last
-    transition keeps ``done=False``. Loading a checkpoint into the buffer interrupts all episodes; call :meth:`reset`
-    before the next step.
+    Each episode has a unique number, ``("collector", "traj_ids")``. If ``reset``
+    interrupts an episode, its last transition keeps ``done=False``. Loading a
+    checkpoint into the buffer interrupts all episodes; call :meth:`reset` before the
+    next step.
 
-    A single environment is recorded in a buffer ``[T]``. E environments need a buffer ``[T, E]``, in which environment
-    ``e`` is lane ``e``. With next-step autoreset, a lane that begins an episode has no transition in that step, and the
-    lanes get unlike lengths (see :meth:`ReplayBuffer.lane`). Rollouts and other buffers that write whole time steps
-    require same-step autoreset, ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``. The mode is the
+    A single environment is recorded in a buffer ``[T]``. E environments need a buffer
+    ``[T, E]``, in which environment ``e`` is lane ``e``. With next-step autoreset, a
+    lane that begins an episode has no transition in that step, and the lanes get unlike
+    lengths (see :meth:`ReplayBuffer.lane`). Rollouts and other buffers that write whole
+    time steps require same-step autoreset,
+    ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``. The mode is the
     ``"autoreset_mode"`` of the environment's metadata.
 
-    With ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e`` of a replay buffer ``[T, E]``. Each
-    actor, in a thread or after ``rb.share()`` in a process, then has its own recorder, and waits for no other.
+    With ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e`` of a
+    replay buffer ``[T, E]``. Each actor, in a thread or after ``rb.share()`` in a
+    process, then has its own recorder, and waits for no other.
 
     Args:
-        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``; or one lane
-            of a :class:`ReplayBuffer`, ``rb.lane(e)``.
+        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from
+            ``from_env(env, ...)``; or one lane of a :class:`ReplayBuffer`,
+            ``rb.lane(e)``.
         env: a Gymnasium environment, or a vector environment.
-        infos: infos to store under ``"next"``: a dict from names, such as ``"score"`` or the nested ``("episode",
-            "r")``, to values of the same dtype and shape, which stand for an info that a step does not return.
+        infos: infos to store under ``"next"``: a dict from names, such as ``"score"``
+            or the nested ``("episode", "r")``, to values of the same dtype and shape,
+            which stand for an info that a step does not return.
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
-        ValueError: the metadata of a vector environment lack the ``"autoreset_mode"``; or the buffer cannot write
-            single lanes, and one is given, or several environments that reset in the next step.
-        SchemaError: the environment's transitions do not fit the buffer's rows or lanes, or a lane or a buffer ``[T]``
-            gets several environments.
+        ValueError: the metadata of a vector environment lack the ``"autoreset_mode"``;
+            or the buffer cannot write single lanes, and one is given, or several
+            environments that reset in the next step.
+        SchemaError: the environment's transitions do not fit the buffer's rows or
+            lanes, or a lane or a buffer ``[T]`` gets several environments.
 
-    Cost: about 0.3 ms per step of 16 environments in a training loop, without the time of the environments
-    (``python -m tests.benchmarks.bench --only record``).
+    Cost: about 0.3 ms per step of 16 environments in a training loop, without the time
+    of the environments (``python -m tests.benchmarks.bench --only record``).
 
-    TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL environments.
+    TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL
+    environments.
 
     Example:
         >>> import gymnasium
@@ -77,20 +94,33 @@ class GymnasiumRecorder(Recorder):
     """
 
     def __init__(
-        self, buffer: Target, env: Env | VectorEnv, *, infos: Mapping[Any, object] = MappingProxyType({})
+        self,
+        buffer: Target,
+        env: Env | VectorEnv,
+        *,
+        infos: Mapping[Any, object] = MappingProxyType({}),
     ) -> None:
         super().__init__(buffer)
         if not isinstance(infos, Mapping):
             example = f"for example {{'score': 0.0}}, got a {type(infos).__name__}"
-            raise TypeError(f"infos must be a dict from names to values that stand for a missing info, {example}")
+            raise TypeError(
+                f"infos must be a dict from names to values that stand for a missing info, {example}"
+            )
         schema = schema_of(env)
         single = not schema.ndim
         self.env = env
         self._mode = _autoreset_mode_of(env, single)
-        space = env.observation_space if single else cast("VectorEnv", env).single_observation_space
+        space = (
+            env.observation_space
+            if single
+            else cast("VectorEnv", env).single_observation_space
+        )
         self._obs_paths, self._action_paths = paths_of(schema, space)
         self._next_paths = after_step(self._obs_paths)
-        self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in infos.items()}
+        self._infos = {
+            (name,) if isinstance(name, str) else tuple(name): value
+            for name, value in infos.items()
+        }
         self._fit(schema.unsqueeze(0) if single else schema, single=single)
         for path, default in self._infos.items():
             value = torch.as_tensor(to_array(tensors_of(default, *path)), device="cpu")
@@ -99,34 +129,48 @@ class GymnasiumRecorder(Recorder):
         if self._mode == "NextStep" and self._lanes > 1 and not self.buffer.takes_lanes:
             fault = f"a lane that resets falls a step behind, and a {type(self.buffer.writer).__name__} here"
             how = f"use same-step autoreset, for example {_SAME_STEP}"
-            raise ValueError(f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}")
+            raise ValueError(
+                f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}"
+            )
         self._obs: Any = None  # None: a reset must follow
-        self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
+        # the episode has ended, and no new one has begun
+        self._ended = np.zeros(self._lanes, bool)
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes."""
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment and return the result; ``options={"reset_mask": mask}``
+        resets only some lanes."""
         if self.was_loaded():
             self._obs = None
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
-        begun = np.ones_like(lanes) if self._obs is None else lanes  # all: every lane lacks the step that failed
+        # all: every lane lacks the step that failed
+        begun = np.ones_like(lanes) if self._obs is None else lanes
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
         self._begin(begun)
         return self._obs, info
 
-    def step(self, action: object, **extras: object) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Take a step, store its transitions, and return the result of the environment's ``step``.
+    def step(
+        self, action: object, **extras: object
+    ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Take a step, store its transitions, and return the result of the
+        environment's ``step``.
 
         Args:
             action: the action.
-            **extras: further entries of the transitions, such as a policy's ``state_value`` of shape ``[E, 1]``. Every
-                step must have the same extras. Extras are arrays, tensors, or nested dicts of arrays and tensors.
+            **extras: further entries of the transitions, such as a policy's
+                ``state_value`` of shape ``[E, 1]``. Every step must have the same
+                extras. Extras are arrays, tensors, or nested dicts of arrays and
+                tensors.
 
         Raises:
-            RuntimeError: the environment must be reset before this step; or an episode has ended in an environment with
-                same-step autoreset, and the infos have no ``final_obs``.
-            SchemaError: the dtype or shape of an entry differs from its space or from the first step.
+            RuntimeError: the environment must be reset before this step; or an episode
+                has ended in an environment with same-step autoreset, and the infos have
+                no ``final_obs``.
+            SchemaError: the dtype or shape of an entry differs from its space or from
+                the first step.
         """
         if self.was_loaded():
             self._obs = None
@@ -153,16 +197,24 @@ class GymnasiumRecorder(Recorder):
             when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
             raise RuntimeError(f"call the recorder's reset() {when}")
         if self._mode == "Disabled" and self._ended.any():
-            how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
+            how = (
+                ""
+                if self._single
+                else ", with options={'reset_mask': terminated | truncated}"
+            )
             ended = self._ended.nonzero()[0].tolist()
-            raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
+            raise RuntimeError(
+                f"the episode has ended in lanes {ended}: reset before the next step{how}"
+            )
 
     def _fill_after(self, result: tuple[Any, ...], going: np.ndarray) -> np.ndarray:
-        """Fill the results of a step; return a mask of the lanes whose episode has ended, ``[E]``."""
+        """Fill the results of a step; return a mask of the lanes whose episode has
+        ended, ``[E]``."""
         observation, reward, terminated, truncated, info = result
         done = self._fill_outcome(reward, terminated, truncated)
         fill_parts_(self._rows, self._next_paths, observation, self._at)
-        is_reset = done & (self._mode == "SameStep")  # the results are those of the next episode's first observation
+        # the results are those of the next episode's first observation
+        is_reset = done & (self._mode == "SameStep")
         info = [info] if self._single else info
         if is_reset.any():
             fill_final_(self._rows, self._next_paths, info, done)
@@ -173,7 +225,8 @@ class GymnasiumRecorder(Recorder):
 
 
 def _autoreset_mode_of(env: Env | VectorEnv, single: bool) -> str:
-    """Return the autoreset mode that an environment has; a single one without a wrapper that resets has "Disabled"."""
+    """Return the autoreset mode that an environment has; a single one without a wrapper
+    that resets has "Disabled"."""
     if single:
         while hasattr(env, "env"):
             if type(env).__name__ == "Autoreset":
@@ -184,6 +237,10 @@ def _autoreset_mode_of(env: Env | VectorEnv, single: bool) -> str:
     mode = getattr(mode, "value", mode)
     if mode not in ("NextStep", "SameStep", "Disabled"):
         fault = f"the environment's metadata must have an 'autoreset_mode' of Gymnasium's AutoresetMode, got {mode!r}"
-        remedy = "env.metadata = env.metadata | {'autoreset_mode': AutoresetMode.NEXT_STEP}"
-        raise ValueError(f"{fault}: set the mode that the environment has, for example {remedy}")
+        remedy = (
+            "env.metadata = env.metadata | {'autoreset_mode': AutoresetMode.NEXT_STEP}"
+        )
+        raise ValueError(
+            f"{fault}: set the mode that the environment has, for example {remedy}"
+        )
     return mode

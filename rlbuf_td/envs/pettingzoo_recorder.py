@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbuf_td.envs.recorder import Recorder, Target, fill_, fill_parts_
-from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
+from rlbuf_td.envs.specs import (
+    ACTION_MASK,
+    FLAGS,
+    after_step,
+    agents_schema,
+    groups_of,
+    parallel_envs,
+    takes_turns,
+)
 
 if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
@@ -17,47 +25,59 @@ if TYPE_CHECKING:
 
 
 class PettingZooRecorder(Recorder):
-    """Steps parallel environments of PettingZoo, and stores the transitions of all agents in a buffer.
+    """Steps parallel environments of PettingZoo, and stores the transitions of all
+    agents in a buffer.
 
-    :meth:`reset` and :meth:`step` return the environment's results unchanged. A row is one step of an environment. Its
-    keys are those of TorchRL's ``PettingZooEnv(..., use_mask=True)``; n is the number of agents in a group:
+    :meth:`reset` and :meth:`step` return the environment's results unchanged. A row is
+    one step of an environment. Its keys are those of TorchRL's
+    ``PettingZooEnv(..., use_mask=True)``; n is the number of agents in a group:
 
-    - ``(group, "observation")``, ``[n, ...]`` (with the keys of a Dict space), and ``(group, "action")``;
+    - ``(group, "observation")``, ``[n, ...]`` (with the keys of a Dict space), and
+      ``(group, "action")``;
     - ``(group, "mask")``, ``[n]`` bool: whether the agent acts in this step;
     - ``(group, "action_mask")``, bool, if observations have an ``"action_mask"``;
-    - the same keys (without the action) under ``"next"``, and ``("next", group, "reward")``, ``"done"``,
-      ``"terminated"`` and ``"truncated"``, ``[n, 1]``;
-    - ``("next", "done")``, ``"terminated"`` and ``"truncated"``, ``[1]``, of the environment, which is done when it has
-      no more agents;
+    - the same keys (without the action) under ``"next"``, and
+      ``("next", group, "reward")``, ``"done"``, ``"terminated"`` and ``"truncated"``,
+      ``[n, 1]``;
+    - ``("next", "done")``, ``"terminated"`` and ``"truncated"``, ``[1]``, of the
+      environment, which is done when it has no more agents;
     - ``("collector", "traj_ids")``, one number per episode.
 
-    An agent may die, and return, while others go on. An agent that does not act in a step has the mask False, zeros as
-    observation, action and reward, and the flags True, as in TorchRL. Each agent's trajectory ends where it dies:
-    ``RolloutBuffer(group=...)`` computes the returns of the agents of one group. :class:`NStepSampler` refuses such
-    rewards. Multiply your loss by the mask.
+    An agent may die, and return, while others go on. An agent that does not act in a
+    step has the mask False, zeros as observation, action and reward, and the flags
+    True, as in TorchRL. Each agent's trajectory ends where it dies:
+    ``RolloutBuffer(group=...)`` computes the returns of the agents of one group.
+    :class:`NStepSampler` refuses such rewards. Multiply your loss by the mask.
 
-    With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step` steps all of them. With
-    ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e``, so that actors record at their own pace.
-    Games whose agents act one after another need an :class:`AECRecorder`.
+    With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step`
+    steps all of them. With ``rb.lane(e)`` in place of the buffer, a single environment
+    is lane ``e``, so that actors record at their own pace. Games whose agents act one
+    after another need an :class:`AECRecorder`.
 
     Args:
-        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``; or one lane
-            of a :class:`ReplayBuffer`, ``rb.lane(e)``.
+        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from
+            ``from_env(env, ...)``; or one lane of a :class:`ReplayBuffer`,
+            ``rb.lane(e)``.
         env: a ``ParallelEnv``, or a list of them with equal agents and spaces.
-        group_map: the groups: a dict from names to lists of agents, or a ``MarlGroupMapType`` of TorchRL. The agents of
-            a group have equal spaces. By default, ``knight_0`` and ``knight_1`` form the group ``knight``, and each
+        group_map: the groups: a dict from names to lists of agents, or a
+            ``MarlGroupMapType`` of TorchRL. The agents of a group have equal spaces. By
+            default, ``knight_0`` and ``knight_1`` form the group ``knight``, and each
             other agent is a group of its own.
 
     Raises:
         TypeError: ``buffer`` or ``env`` has the wrong type.
-        ValueError: ``group_map`` does not name each agent once, or the buffer of a lane cannot write single lanes.
-        SchemaError: the agents of a group or the environments differ in their spaces, or the transitions do not fit the
-            buffer's rows or lanes, or a lane or a buffer ``[T]`` gets several environments.
+        ValueError: ``group_map`` does not name each agent once, or the buffer of a lane
+            cannot write single lanes.
+        SchemaError: the agents of a group or the environments differ in their spaces,
+            or the transitions do not fit the buffer's rows or lanes, or a lane or a
+            buffer ``[T]`` gets several environments.
 
-    Cost: about 0.1 ms, and 50 us per agent, in each step, without the time of the environments.
+    Cost: about 0.1 ms, and 50 us per agent, in each step, without the time of the
+    environments.
 
-    TorchRL has no recorder; its ``PettingZooEnv`` wraps an environment for its collectors. Here, an environment goes on
-    while it has agents, and Discrete observations are integers.
+    TorchRL has no recorder; its ``PettingZooEnv`` wraps an environment for its
+    collectors. Here, an environment goes on while it has agents, and Discrete
+    observations are integers.
 
     Example:
         >>> import pettingzoo
@@ -74,43 +94,74 @@ class PettingZooRecorder(Recorder):
                 [ 1., -1.]]))
     """
 
-    def __init__(self, buffer: Target, env: ParallelEnv | list[ParallelEnv], *, group_map: Groups = None) -> None:
+    def __init__(
+        self,
+        buffer: Target,
+        env: ParallelEnv | list[ParallelEnv],
+        *,
+        group_map: Groups = None,
+    ) -> None:
         super().__init__(buffer)
         envs = parallel_envs(env)
         if envs is None:
-            remedy = ": AECRecorder records games whose agents take turns" if takes_turns(env) else ""
+            remedy = (
+                ": AECRecorder records games whose agents take turns"
+                if takes_turns(env)
+                else ""
+            )
             got = f"got a {type(env).__name__}{remedy}"
-            raise TypeError(f"env must be a ParallelEnv of PettingZoo or a list of them, {got}")
+            raise TypeError(
+                f"env must be a ParallelEnv of PettingZoo or a list of them, {got}"
+            )
         self.env, self.envs, self.groups = env, envs, groups_of(envs, group_map)
-        self._fit(agents_schema(self.groups, (len(envs),)), single=not isinstance(env, list | tuple))
-        self._observed: list[Mapping[str, Any] | None] = [None] * len(envs)  # None: a reset must follow
+        self._fit(
+            agents_schema(self.groups, (len(envs),)),
+            single=not isinstance(env, list | tuple),
+        )
+        # None: a reset must follow
+        self._observed: list[Mapping[str, Any] | None] = [None] * len(envs)
 
-    def reset(self, *, seed: int | Sequence[int] | None = None, options: Any = None, lanes: Any = None) -> Any:
-        """Reset the environments and return the result: of a list, a list with a result per environment.
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int] | None = None,
+        options: Any = None,
+        lanes: Any = None,
+    ) -> Any:
+        """Reset the environments and return the result: of a list, a list with a result
+        per environment.
 
         Args:
-            seed: the seed; of a list of environments, a seed per environment, or a number to which their places are
-                added.
+            seed: the seed; of a list of environments, a seed per environment, or a
+                number to which their places are added.
             options: the environment's options.
-            lanes: which environments of a list to reset, a mask ``[E]``; by default all. The results of the others are
-                None.
+            lanes: which environments of a list to reset, a mask ``[E]``; by default
+                all. The results of the others are None.
 
         Raises:
-            ValueError: there is not one seed or one element of the mask per environment; nothing has changed.
-            RuntimeError: some environments are not reset, but the last step failed, or a checkpoint was loaded.
+            ValueError: there is not one seed or one element of the mask per
+                environment; nothing has changed.
+            RuntimeError: some environments are not reset, but the last step failed, or
+                a checkpoint was loaded.
         """
         if self.was_loaded():
             self._observed = [None] * len(self.envs)
         count = len(self.envs)
         mask = np.ones(count, bool) if lanes is None else np.asarray(lanes, bool)
-        seeds = [*seed] if isinstance(seed, Sequence) else [None if seed is None else seed + e for e in range(count)]
+        seeds = (
+            [*seed]
+            if isinstance(seed, Sequence)
+            else [None if seed is None else seed + e for e in range(count)]
+        )
         if mask.shape != (count,) or len(seeds) != count:
             raise ValueError(
                 f"lanes and seed need one element for each of {count} environments, got {lanes} and {seed}"
             )
         lost = [e for e in range(count) if not mask[e] and self._observed[e] is None]
         if lost:
-            raise RuntimeError(f"environments {lost} need a reset, too, because their state is unknown")
+            raise RuntimeError(
+                f"environments {lost} need a reset, too, because their state is unknown"
+            )
         results: list[Any] = [None] * count
         for e in mask.nonzero()[0].tolist():
             self._observed[e] = None
@@ -120,20 +171,25 @@ class PettingZooRecorder(Recorder):
         return results[0] if self._single else results
 
     def step(self, action: Any, **extras: object) -> Any:
-        """Take a step, store its transition, and return the result: of a list, a list with a result per environment.
+        """Take a step, store its transition, and return the result: of a list, a list
+        with a result per environment.
 
         Args:
-            action: a dict from the living agents to their actions; for a list of environments, a list of dicts.
+            action: a dict from the living agents to their actions; for a list of
+                environments, a list of dicts.
             **extras: further entries: arrays, tensors, or nested dicts of them, such as
-                ``knight={"state_value": values}`` with ``[E, n, 1]`` values of the group ``knight``, without ``E`` for
-                a single environment. Every step must have the same extras. Those of agents that do not act are stored
-                as zeros.
+                ``knight={"state_value": values}`` with ``[E, n, 1]`` values of the
+                group ``knight``, without ``E`` for a single environment. Every step
+                must have the same extras. Those of agents that do not act are stored as
+                zeros.
 
         Raises:
-            RuntimeError: an environment must be reset before this step: it has no agents, a step failed, or a
-                checkpoint was loaded. Or an agent left without being done, or was truncated without an observation.
+            RuntimeError: an environment must be reset before this step: it has no
+                agents, a step failed, or a checkpoint was loaded. Or an agent left
+                without being done, or was truncated without an observation.
             ValueError: a living agent has no action.
-            SchemaError: the dtype or shape of an entry differs from its space or from the first step.
+            SchemaError: the dtype or shape of an entry differs from its space or from
+                the first step.
         """
         if self.was_loaded():
             self._observed = [None] * len(self.envs)
@@ -146,7 +202,8 @@ class PettingZooRecorder(Recorder):
         for e, agents in enumerate(before):
             self._fill_before(e, agents, self._observed[e], actions[e])
         self._clear_absent()
-        self._observed = [None] * len(self.envs)  # if this step fails, a reset must follow
+        # if this step fails, a reset must follow
+        self._observed = [None] * len(self.envs)
         results = [env.step(each) for env, each in zip(self.envs, actions, strict=True)]
         for e, result in enumerate(results):
             self._fill_after(e, before[e], result)
@@ -156,16 +213,30 @@ class PettingZooRecorder(Recorder):
 
     def _refuse_step(self, actions: list[Any]) -> None:
         if len(actions) != len(self.envs):
-            raise ValueError(f"step needs one dict of actions for each of {len(self.envs)} environments")
-        ended = [e for e, env in enumerate(self.envs) if self._observed[e] is None or not env.agents]
+            raise ValueError(
+                f"step needs one dict of actions for each of {len(self.envs)} environments"
+            )
+        ended = [
+            e
+            for e, env in enumerate(self.envs)
+            if self._observed[e] is None or not env.agents
+        ]
         if ended:
             when = "when they have no agents, before the first step, after a step that failed, and after a load"
-            how = "" if self._single else ", with reset(lanes=[not env.agents for env in envs])"
-            raise RuntimeError(f"reset environments {ended} first{how}: a reset is due {when}")
+            how = (
+                ""
+                if self._single
+                else ", with reset(lanes=[not env.agents for env in envs])"
+            )
+            raise RuntimeError(
+                f"reset environments {ended} first{how}: a reset is due {when}"
+            )
         for e, env in enumerate(self.envs):
             missing = [agent for agent in env.agents if agent not in actions[e]]
             if missing:
-                raise ValueError(f"environment {e} needs an action of each living agent, {missing} have none")
+                raise ValueError(
+                    f"environment {e} needs an action of each living agent, {missing} have none"
+                )
 
     def _clear_absent(self) -> None:
         """Store zeros as extras of agents that do not act."""
@@ -175,7 +246,9 @@ class PettingZooRecorder(Recorder):
                 if group.name in key[:2] and self._rows[key].shape[:2] == absent.shape:
                     self._rows[key][absent] = 0
 
-    def _fill_before(self, e: int, agents: list[str], observed: Any, actions: Any) -> None:
+    def _fill_before(
+        self, e: int, agents: list[str], observed: Any, actions: Any
+    ) -> None:
         columns = self._rows
         for group in self.groups:
             for place, agent in enumerate(group.agents):
@@ -201,7 +274,11 @@ class PettingZooRecorder(Recorder):
                     columns["next", name, ACTION_MASK][at] = True
                 ended = cut = True
                 if agent in before:
-                    fill_(columns["next", name, "reward"][e, place, 0, ...], rewards[agent], ("next", name, "reward"))
+                    fill_(
+                        columns["next", name, "reward"][e, place, 0, ...],
+                        rewards[agent],
+                        ("next", name, "reward"),
+                    )
                     ended, cut = bool(terminated[agent]), bool(truncated[agent])
                     _refuse_loss(agent, lives, ended, cut, agent in observed)
                 for key, flag in zip(FLAGS, (ended or cut, ended, cut), strict=True):
@@ -212,7 +289,9 @@ class PettingZooRecorder(Recorder):
             columns["next", key][e] = flag
 
 
-def _refuse_loss(agent: str, lives: bool, terminated: bool, truncated: bool, is_observed: bool) -> None:
+def _refuse_loss(
+    agent: str, lives: bool, terminated: bool, truncated: bool, is_observed: bool
+) -> None:
     """Raise a RuntimeError if it is unknown how the trajectory of an agent goes on."""
     if not (lives or terminated or truncated):
         fault = "left the environment without being terminated or truncated, so that its last step cannot be used"
@@ -220,4 +299,6 @@ def _refuse_loss(agent: str, lives: bool, terminated: bool, truncated: bool, is_
         fault = "has no observation after a step that did not terminate it, which the value of the next state needs"
     else:
         return
-    raise RuntimeError(f"agent {agent!r} {fault}: the environment breaks PettingZoo's interface")
+    raise RuntimeError(
+        f"agent {agent!r} {fault}: the environment breaks PettingZoo's interface"
+    )

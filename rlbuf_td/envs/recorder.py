@@ -1,7 +1,8 @@
-"""What the recorders of environments share: rows that fit a buffer, extras, trajectory numbers, and writes.
+"""What the recorders of environments share: rows that fit a buffer, extras, trajectory
+numbers, and writes.
 
-Gymnasium's ``info`` is the dict of a vector environment, whose values are arrays ``[E]`` beside masks ``"_name"``, or a
-list of dicts, one per environment.
+Gymnasium's ``info`` is the dict of a vector environment, whose values are arrays
+``[E]`` beside masks ``"_name"``, or a list of dicts, one per environment.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ REWARD: Key = ("next", "reward")
 _REMEDY = "make the buffer with from_env(env, ...)"
 _NEXT, _HAS_READ, _LOADS = range(3)
 _WIDER = "store it in float64, with from_env(env, ..., extras=...) and an example of {} in extras"
-#: The largest number up to which a dtype holds every whole number; for other dtypes, at least 127.
+#: The largest number up to which a dtype holds every whole number; for other dtypes, at
+# least 127.
 _EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
 
 _LOST = (
@@ -44,7 +46,8 @@ Info: TypeAlias = Mapping[str, Any] | list[Mapping[str, Any]]
 
 
 class TrajectoryNumbers(Attached, Listener):
-    """Gives unique trajectory numbers to all recorders of a storage, in all processes that share the storage."""
+    """Gives unique trajectory numbers to all recorders of a storage, in all processes
+    that share the storage."""
 
     def __init__(self, storage: PackedStorage) -> None:
         super().__init__(storage)
@@ -76,7 +79,8 @@ class TrajectoryNumbers(Attached, Listener):
 
 @runtime_checkable
 class BufferLane(Protocol):
-    """What recorders need of :class:`~rlbuf_td.buffers.lane.Lane`, which is in a room above this one."""
+    """What recorders need of :class:`~rlbuf_td.buffers.lane.Lane`, which is in a room
+    above this one."""
 
     buffer: ReplayBuffer
     number: int
@@ -86,10 +90,12 @@ Target: TypeAlias = "ReplayBuffer | BufferLane"
 
 
 class Recorder:
-    """Writes the steps of E environments to a buffer, or those of one environment to a lane.
+    """Writes the steps of E environments to a buffer, or those of one environment to a
+    lane.
 
-    A subclass calls :meth:`_fit` with the schema of its environments. In each step, it calls :meth:`_begin_step`, fills
-    the columns :attr:`_rows` at :attr:`_at`, and calls :meth:`_write`.
+    A subclass calls :meth:`_fit` with the schema of its environments. In each step, it
+    calls :meth:`_begin_step`, fills the columns :attr:`_rows` at :attr:`_at`, and calls
+    :meth:`_write`.
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
@@ -97,18 +103,27 @@ class Recorder:
 
     _schema: TensorDict  # of the transitions, [E]
     _single: bool  # whether an environment's values have no dim E
-    _rows: Mapping[Key, np.ndarray] = MappingProxyType({})  # the columns, [E, ...]; empty before the first step
-    _at: Any  # where the values of the environments lie in a column: 0 for a single one, which have no dim E
+    # the columns, [E, ...]; empty before the first step
+    _rows: Mapping[Key, np.ndarray] = MappingProxyType({})
+    # where the values of the environments lie in a column: 0 for a single one, which
+    # have no dim E
+    _at: Any
     _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
     def __init__(self, target: Target) -> None:
-        #: The number of the lane to which this recorder writes; None: all lanes of the buffer, or a buffer ``[T]``.
+        #: The number of the lane to which this recorder writes; None: all lanes of the
+        # buffer, or a buffer ``[T]``.
         self._lane = target.number if isinstance(target, BufferLane) else None
         buffer = target.buffer if isinstance(target, BufferLane) else target
-        if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
+        # TorchRL's lack that
+        if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(
+            buffer, "from_env"
+        ):
             name = type(buffer).__name__
-            raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
+            raise TypeError(
+                f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}"
+            )
         self.buffer = buffer
         self._flat = self.buffer.storage.ndim == 1
         self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
@@ -117,22 +132,37 @@ class Recorder:
     # -- rows
 
     def _fit(self, schema: TensorDict, *, single: bool) -> None:
-        """Reserve rows like ``schema``, ``[E]``, in the buffer, or check that its rows match.
+        """Reserve rows like ``schema``, ``[E]``, in the buffer, or check that its rows
+        match.
 
         Raises:
             SchemaError: the transitions do not fit the buffer's rows or lanes.
             ValueError: the buffer cannot write single lanes.
         """
-        self._single, self._lanes, self._at = single, len(schema), (0, ...) if single else ...
+        self._single, self._lanes, self._at = (
+            single,
+            len(schema),
+            (0, ...) if single else ...,
+        )
         self._trajectories = np.zeros(self._lanes, np.int64)
         if self._lanes > 1 and (self._flat or self._lane is not None):
-            where = f"lane {self._lane} holds" if self._lane is not None else "rows [T] hold"
+            where = (
+                f"lane {self._lane} holds"
+                if self._lane is not None
+                else "rows [T] hold"
+            )
             fault = f"{where} the transitions of one environment, got {self._lanes} environments"
-            raise SchemaError(f"{fault}: record them in a buffer [T, {self._lanes}], or one of them here")
+            raise SchemaError(
+                f"{fault}: record them in a buffer [T, {self._lanes}], or one of them here"
+            )
         if self._lane is not None and not self.buffer.takes_lanes:
             fault = f"a {type(self.buffer.writer).__name__} of this buffer writes whole time steps, and no single lane"
-            raise ValueError(f"{fault}: use a ReplayBuffer with a RingWriter, or record all lanes with one recorder")
-        schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
+            raise ValueError(
+                f"{fault}: use a ReplayBuffer with a RingWriter, or record all lanes with one recorder"
+            )
+        schema.set(
+            TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta")
+        )
         storage = self.buffer.storage
         with storage.lock:  # recorders of other lanes may be made, or write first rows
             if storage.layout is None:
@@ -141,17 +171,29 @@ class Recorder:
         self._schema = schema
 
     def _time_step(self, schema: TensorDict) -> TensorDict:
-        """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the schema of the environments."""
+        """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the
+        schema of the environments."""
         if self._flat:
             return cast("TensorDict", schema[0])
-        return schema if self._lane is None else schema.expand(self.buffer.storage.lane_count)
+        return (
+            schema
+            if self._lane is None
+            else schema.expand(self.buffer.storage.lane_count)
+        )
 
     def _fit_rows(self, storage: PackedStorage, schema: TensorDict) -> None:
-        """Check the rows, and give rewards in ``schema`` the dtype and shape that they have there."""
+        """Check the rows, and give rewards in ``schema`` the dtype and shape that they
+        have there."""
         lanes = tuple(self._time_step(schema).shape)
         if tuple(storage.lanes) != lanes:
-            raise SchemaError(f"the buffer has lanes {tuple(storage.lanes)}, the environment {lanes}: {_REMEDY}")
-        stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
+            raise SchemaError(
+                f"the buffer has lanes {tuple(storage.lanes)}, the environment {lanes}: {_REMEDY}"
+            )
+        stored = (
+            {}
+            if storage.layout is None
+            else {leaf.key: leaf for leaf in storage.layout.leaves}
+        )
         for key, value in list(walk(schema)):
             leaf = stored.get(key)
             if leaf is None:
@@ -160,30 +202,45 @@ class Recorder:
             is_reward = key[-1] == "reward" and leaf.dtype.is_floating_point
             if key == REWARD and is_reward:
                 value = value.new_empty((self._lanes, *leaf.shape))
-            if is_reward or key[-1] == ACTION_MASK:  # rows hold them as the extras or a space say
+            # rows hold them as the extras or a space say
+            if is_reward or key[-1] == ACTION_MASK:
                 schema.set(key, value := value.to(leaf.dtype))
             if (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
                 given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
-                stored_as = f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
+                stored_as = (
+                    f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
+                )
                 raise SchemaError(f"{given}, {stored_as}: {_REMEDY}")
 
     def _refuse_missing(self, key: Key, value: torch.Tensor) -> None:
-        """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first write can no longer add it."""
+        """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first
+        write can no longer add it."""
         storage = self.buffer.storage
-        if storage.is_reserved or storage.layout is None or key in storage.layout.places:
+        if (
+            storage.is_reserved
+            or storage.layout is None
+            or key in storage.layout.places
+        ):
             return
         fault = f"the buffer's rows have no {show_key(key)}, which the recorder writes, and can no longer get it"
         example = show_extra(key, value[0] if self._single else value)
-        raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
+        raise SchemaError(
+            f"{fault}: make the buffer with from_env(env, ..., {example})"
+        )
 
     def _begin_step(self, extras: Mapping[str, object]) -> None:
-        """Fill the trajectory numbers and the extras; the first step makes the memory of the rows."""
+        """Fill the trajectory numbers and the extras; the first step makes the memory
+        of the rows."""
         given = dict(walk(extras))
         if not self._rows:
             self._make_rows(given)
         if given.keys() != self._extra_keys:
-            now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
-            raise SchemaError(f"this step has the extras {now}, the first step had {first}: pass the same extras")
+            now, first = (
+                sorted(map(show_key, keys)) for keys in (given, self._extra_keys)
+            )
+            raise SchemaError(
+                f"this step has the extras {now}, the first step had {first}: pass the same extras"
+            )
         self._rows[TRAJ_KEY][...] = self._trajectories
         for key, value in given.items():
             fill_(self._rows[key][self._at], value, key)
@@ -192,44 +249,71 @@ class Recorder:
         schema = self._schema.copy()
         for key, value in extras.items():
             self._add_entry(schema, key, tensors_of(to_array(value), *key))
-        rows = schema.apply(lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"), device=torch.device("cpu"))
-        self._step, self._extra_keys = rows[0] if self._flat else rows, frozenset(extras)
+        rows = schema.apply(
+            lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"),
+            device=torch.device("cpu"),
+        )
+        self._step, self._extra_keys = (
+            rows[0] if self._flat else rows,
+            frozenset(extras),
+        )
         self._rows = {key: x.numpy() for key, x in walk(rows)}
 
     def _add_entry(self, schema: TensorDict, key: Key, value: torch.Tensor) -> None:
-        """Add an entry to the schema of the rows, with the dims of an environment's values."""
+        """Add an entry to the schema of the rows, with the dims of an environment's
+        values."""
         if schema.get(key, None) is not None or key == ("next",):
-            raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")
+            raise SchemaError(
+                f"the extra {show_key(key)} has the name of an entry that the environment returns"
+            )
         value = value[None] if self._single else value
         if value.shape[:1] != schema.shape:
-            raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}")
+            raise SchemaError(
+                f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}"
+            )
         if not len(self.buffer.transform):  # a transform may leave it out
             self._refuse_missing(key, value)
         schema.set(key, value)
 
-    def _fill_outcome(self, reward: object, terminated: object, truncated: object) -> np.ndarray:
-        """Fill the rewards and end flags of a step; return a view of the flags ``done``, ``[E]``."""
+    def _fill_outcome(
+        self, reward: object, terminated: object, truncated: object
+    ) -> np.ndarray:
+        """Fill the rewards and end flags of a step; return a view of the flags
+        ``done``, ``[E]``."""
         for name, value in (("terminated", terminated), ("truncated", truncated)):
             fill_(self._rows["next", name][self._at][..., 0], value, ("next", name))
-        ended, cut, done = (self._rows["next", name][:, 0] for name in ("terminated", "truncated", "done"))
+        ended, cut, done = (
+            self._rows["next", name][:, 0]
+            for name in ("terminated", "truncated", "done")
+        )
         np.logical_or(ended, cut, out=done)
         shape, column = to_array(reward).shape, self._rows[REWARD][self._at]
         if shape not in (column.shape, column.shape[:-1]):
             fault = f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
-            example = show_extra(REWARD, torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"))
-            raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
+            example = show_extra(
+                REWARD,
+                torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"),
+            )
+            raise SchemaError(
+                f"{fault}: make the buffer with from_env(env, ..., {example})"
+            )
         fill_(column if shape == column.shape else column[..., 0], reward, REWARD)
         return done
 
     # -- writes
 
     def _write(self, lanes: np.ndarray | None = None) -> None:
-        """Write the rows of ``lanes``, a mask ``[E]``; None: one for each environment."""
+        """Write the rows of ``lanes``, a mask ``[E]``; None: one for each
+        environment."""
         rows: TensorDict = self._step
         to: int | np.ndarray | None = self._lane
         if lanes is not None:
-            rows, to = cast("TensorDict", rows[torch.from_numpy(lanes)]), lanes.nonzero()[0]
-        rows = rows.clone() if len(self.buffer.transform) else rows  # a transform may modify them
+            rows, to = (
+                cast("TensorDict", rows[torch.from_numpy(lanes)]),
+                lanes.nonzero()[0],
+            )
+        # a transform may modify them
+        rows = rows.clone() if len(self.buffer.transform) else rows
         if to is None:
             self.buffer.add(rows)
         else:
@@ -244,7 +328,8 @@ class Recorder:
             self._trajectories[lanes] = self._numbers.take(count)
 
     def was_loaded(self) -> bool:
-        """Whether a checkpoint was loaded into the buffer since the last call, so that a reset must follow."""
+        """Whether a checkpoint was loaded into the buffer since the last call, so that
+        a reset must follow."""
         before, self._loads = self._loads, self._numbers.loads
         return before != self._loads
 
@@ -259,18 +344,25 @@ def part_of(value: Any, path: Key) -> Any:
 
 
 def to_array(value: object) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    return (
+        value.detach().cpu().numpy()
+        if isinstance(value, torch.Tensor)
+        else np.asarray(value)
+    )
 
 
 def fill_(column: np.ndarray, value: object, key: Key) -> None:
     """Copy a value into a column of equal shape.
 
-    NumPy's "same_kind" casts (float64 to float32) are allowed unless they change a whole number, such as 2**24 + 1;
-    other casts, such as from 0 and 1 to bool, if they change no number. Otherwise, a SchemaError is raised.
+    NumPy's "same_kind" casts (float64 to float32) are allowed unless they change a
+    whole number, such as 2**24 + 1; other casts, such as from 0 and 1 to bool, if they
+    change no number. Otherwise, a SchemaError is raised.
     """
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
-        raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")
+        raise SchemaError(
+            f"{show_key(key)} came with shape {array.shape}, expected {column.shape}"
+        )
     if array.dtype is not column.dtype:
         array = _cast(array, column.dtype, key)
     column[...] = array
@@ -279,7 +371,10 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
 def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
     if np.can_cast(array.dtype, dtype, "same_kind"):
         if not (np.abs(array) <= _EXACT.get(dtype, 127)).all():
-            given, expected = tensors_of(array.reshape(-1), *key), torch.from_numpy(np.empty(0, dtype)).dtype
+            given, expected = (
+                tensors_of(array.reshape(-1), *key),
+                torch.from_numpy(np.empty(0, dtype)).dtype,
+            )
             refuse_rounding(key, given, expected, _WIDER.format(show_key(key)))
         return array
     if array.dtype.kind in "biuf":
@@ -287,19 +382,31 @@ def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
             cast = array.astype(dtype)
         if np.array_equal(cast, array):
             return cast
-    raise SchemaError(f"{show_key(key)} came as {array.dtype}, expected {dtype}: cast it first")
+    raise SchemaError(
+        f"{show_key(key)} came as {array.dtype}, expected {dtype}: cast it first"
+    )
 
 
-def fill_parts_(columns: Mapping[Key, np.ndarray], paths: Paths, value: object, at: Any = ...) -> None:
-    """Copy the parts of an observation or action into the elements ``at`` of their columns."""
+def fill_parts_(
+    columns: Mapping[Key, np.ndarray], paths: Paths, value: object, at: Any = ...
+) -> None:
+    """Copy the parts of an observation or action into the elements ``at`` of their
+    columns."""
     for key, path in paths:
         fill_(columns[key][at], part_of(value, path), key)
 
 
-def fill_final_(columns: Mapping[Key, np.ndarray], paths: Paths, info: Info, done: np.ndarray) -> None:
-    """In lanes where ``done`` is True, replace the next observation by ``final_obs`` from the infos."""
+def fill_final_(
+    columns: Mapping[Key, np.ndarray], paths: Paths, info: Info, done: np.ndarray
+) -> None:
+    """In lanes where ``done`` is True, replace the next observation by ``final_obs``
+    from the infos."""
     for lane in done.nonzero()[0].tolist():
-        final = info[lane].get("final_obs") if isinstance(info, list) else info.get("final_obs")
+        final = (
+            info[lane].get("final_obs")
+            if isinstance(info, list)
+            else info.get("final_obs")
+        )
         is_batched = not isinstance(info, list)
         if isinstance(final, np.ndarray) and final.dtype == object:
             final, is_batched = final[lane], False
@@ -324,9 +431,15 @@ def info_of(info: Info, path: Key, lane: int) -> Any:
 
 
 def fill_info_(
-    column: np.ndarray, path: Key, default: object, info: Info, lanes: np.ndarray, ended: np.ndarray
+    column: np.ndarray,
+    path: Key,
+    default: object,
+    info: Info,
+    lanes: np.ndarray,
+    ended: np.ndarray,
 ) -> None:
-    """Copy an info to ``lanes`` of a column; where ``ended`` is True, ``"final_info"`` takes precedence."""
+    """Copy an info to ``lanes`` of a column; where ``ended`` is True, ``"final_info"``
+    takes precedence."""
     for lane in lanes.nonzero()[0].tolist():
         value = info_of(info, ("final_info", *path), lane) if ended[lane] else None
         value = info_of(info, path, lane) if value is None else value

@@ -1,9 +1,12 @@
-"""Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and shapes of a transition.
+"""Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and
+shapes of a transition.
 
-A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Schemas have batch size ``[]``, or ``[E]`` for
-``E`` environments. Gymnasium and PettingZoo are optional: this module never imports them, but looks them up in
-``sys.modules``. The agents of PettingZoo's parallel environments form groups, as in TorchRL's ``PettingZooEnv``: the
-agents of a group are a dim of the tensors under its name. In its turn-based environments, each agent is a lane.
+A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Schemas have
+batch size ``[]``, or ``[E]`` for ``E`` environments. Gymnasium and PettingZoo are
+optional: this module never imports them, but looks them up in ``sys.modules``. The
+agents of PettingZoo's parallel environments form groups, as in TorchRL's
+``PettingZooEnv``: the agents of a group are a dim of the tensors under its name. In its
+turn-based environments, each agent is a lane.
 """
 
 from __future__ import annotations
@@ -43,29 +46,37 @@ _RESULTS = {("next", name) for name in ("reward", *FLAGS)}
 _RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
 
 
-def schema_of(source: Any, *, extras: Extras = None, group_map: Groups = None) -> TensorDict:
-    """Return the keys, dtypes and shapes of a transition as a TensorDict of meta tensors.
+def schema_of(
+    source: Any, *, extras: Extras = None, group_map: Groups = None
+) -> TensorDict:
+    """Return the keys, dtypes and shapes of a transition as a TensorDict of meta
+    tensors.
 
     Args:
-        source: a TorchRL environment; a Gymnasium environment, single or vectorised; an environment of PettingZoo, or a
-            list of parallel ones; a TensorDict with an example of a transition; or only an observation space: a
-            Gymnasium space or a TorchRL spec.
-        extras: examples of further entries, such as a policy's outputs, in a TensorDict or a nested dict. An extra
-            replaces an entry with the same key.
-        group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
+        source: a TorchRL environment; a Gymnasium environment, single or vectorised; an
+            environment of PettingZoo, or a list of parallel ones; a TensorDict with an
+            example of a transition; or only an observation space: a Gymnasium space or
+            a TorchRL spec.
+        extras: examples of further entries, such as a policy's outputs, in a TensorDict
+            or a nested dict. An extra replaces an entry with the same key.
+        group_map: the groups of a PettingZoo environment's agents, see
+            :class:`PettingZooRecorder`.
 
     Returns:
-        The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments, or agents that take turns. A Dict
-        observation has its keys at the root; any other observation has the key ``"observation"``. The items of a tuple
-        have the keys ``"0"``, ``"1"`` and so on. A value of Gymnasium's ``Discrete`` space is one integer, not a
-        one-hot vector. Rewards have shape ``[1]``, or the shape of the ``reward_space`` that environments with several
-        objectives have.
+        The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments, or agents
+        that take turns. A Dict observation has its keys at the root; any other
+        observation has the key ``"observation"``. The items of a tuple have the keys
+        ``"0"``, ``"1"`` and so on. A value of Gymnasium's ``Discrete`` space is one
+        integer, not a one-hot vector. Rewards have shape ``[1]``, or the shape of the
+        ``reward_space`` that environments with several objectives have.
 
     Raises:
-        SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or the leading
-            dims of an extra are not the batch size, or agents of a group, or that take turns, differ in their spaces.
+        SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``,
+            ``Sequence``, ``OneOf``), or the leading dims of an extra are not the batch
+            size, or agents of a group, or that take turns, differ in their spaces.
         TypeError: ``source`` has an unsupported type.
-        ValueError: ``group_map`` does not name each agent of a PettingZoo environment once.
+        ValueError: ``group_map`` does not name each agent of a PettingZoo environment
+            once.
 
     Cost: O(keys). Environments are not reset or stepped.
 
@@ -91,7 +102,9 @@ def schema_of(source: Any, *, extras: Extras = None, group_map: Groups = None) -
         schema = transition_schema(*spaces, reward_shape=_reward_shape(source))
     elif gymnasium is not None and isinstance(source, gymnasium.vector.VectorEnv):
         spaces = source.single_observation_space, source.single_action_space
-        schema = transition_schema(*spaces, source.num_envs, reward_shape=_reward_shape(source))
+        schema = transition_schema(
+            *spaces, source.num_envs, reward_shape=_reward_shape(source)
+        )
     elif is_space(source):
         schema = TensorDict({**_observation(source, ())}, [])
     else:
@@ -102,37 +115,58 @@ def schema_of(source: Any, *, extras: Extras = None, group_map: Groups = None) -
     if extras is None:
         return schema
     schema = schema.copy()
-    for key, value in walk(extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")):
+    for key, value in walk(
+        extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")
+    ):
         refuse_unpackable(key, value)
         if value.shape[: schema.ndim] != schema.batch_size:
             expected = f"expected the leading dims {tuple(schema.batch_size)} of every entry of the schema"
-            raise SchemaError(f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}")
+            raise SchemaError(
+                f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}"
+            )
         schema.set(key, torch.empty_like(value, device="meta"))
     return schema
 
 
 def transition_schema(
-    observation_space: AnySpace, action_space: AnySpace, num_envs: int | None = None, *, reward_shape: Shape = (1,)
+    observation_space: AnySpace,
+    action_space: AnySpace,
+    num_envs: int | None = None,
+    *,
+    reward_shape: Shape = (1,),
 ) -> TensorDict:
-    """Return the schema, ``[]`` or ``[num_envs]``, of transitions; the spaces are those of a single environment."""
+    """Return the schema, ``[]`` or ``[num_envs]``, of transitions; the spaces are those
+    of a single environment."""
     if num_envs is not None and num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
+        raise ValueError(
+            f"num_envs must be at least 1, or None for a single environment, got {num_envs}"
+        )
     lanes = () if num_envs is None else (num_envs,)
     for role, space in (("observation", observation_space), ("action", action_space)):
         if not is_space(space):
             kind = type(space).__name__
-            raise TypeError(f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {kind}")
+            raise TypeError(
+                f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {kind}"
+            )
     observation = _observation(observation_space, lanes)
     reward = torch.empty((*lanes, *reward_shape), dtype=torch.float32, device="meta")
-    after = observation | {"reward": reward} | {name: _flag((*lanes, 1)) for name in FLAGS}
+    after = (
+        observation | {"reward": reward} | {name: _flag((*lanes, 1)) for name in FLAGS}
+    )
     action = value_of_space(action_space, lanes, (ACTION,))
-    is_composite = isinstance(action_space, Composite)  # an environment's full_action_spec, which has keys
-    root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
+    # an environment's full_action_spec, which has keys
+    is_composite = isinstance(action_space, Composite)
+    root = (
+        observation
+        | (dict(action.items()) if is_composite else {ACTION: action})
+        | {"next": after}
+    )
     return TensorDict(root, lanes)
 
 
 def _reward_shape(env: Env | VectorEnv | None) -> Shape:
-    """Return the shape of one environment's reward: that of ``reward_space``, or ``(1,)``."""
+    """Return the shape of one environment's reward: that of ``reward_space``, or
+    ``(1,)``."""
     while env is not None:
         space = getattr(env, "single_reward_space", getattr(env, "reward_space", None))
         if isinstance(space, sys.modules["gymnasium"].Space) and space.shape:
@@ -142,7 +176,8 @@ def _reward_shape(env: Env | VectorEnv | None) -> Shape:
 
 
 def show_extra(key: Key, value: torch.Tensor) -> str:
-    """Return the argument ``extras=`` that gives a transition an entry like ``value``."""
+    """Return the argument ``extras=`` that gives a transition an entry like
+    ``value``."""
     example = f"torch.zeros({tuple(value.shape)}, dtype={value.dtype})"
     for name in reversed(key):
         example = f"{{{name!r}: {example}}}"
@@ -150,13 +185,17 @@ def show_extra(key: Key, value: torch.Tensor) -> str:
 
 
 def refuse_taken(keys: Iterable[str]) -> None:
-    """Raise a :class:`SchemaError` if an observation has a key that a transition needs for another entry."""
+    """Raise a :class:`SchemaError` if an observation has a key that a transition needs
+    for another entry."""
     for key in RESERVED.intersection(keys):
-        raise SchemaError(f"the observation has a key {key!r}, which is reserved for the transition: rename it")
+        raise SchemaError(
+            f"the observation has a key {key!r}, which is reserved for the transition: rename it"
+        )
 
 
 def tensors_of(value: object, name: str, *path: str) -> Any:
-    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, without copies if possible."""
+    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors,
+    without copies if possible."""
     parts = entries(value)
     if parts is not None:
         return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
@@ -165,19 +204,31 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
     if isinstance(value, bool | int | float):
         return torch.tensor(value, device="cpu")
     array = np.asarray(value)
-    if not array.flags.writeable or min(array.strides, default=0) < 0 or not array.dtype.isnative:
-        array = np.array(array, dtype=array.dtype.newbyteorder("="))  # torch cannot share memory of another byte order
+    if (
+        not array.flags.writeable
+        or min(array.strides, default=0) < 0
+        or not array.dtype.isnative
+    ):
+        # torch cannot share memory of another byte order
+        array = np.array(array, dtype=array.dtype.newbyteorder("="))
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        kind = f"{type(value).__name__} of dtype {array.dtype}, which no tensor can hold"
-        raise SchemaError(f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them") from error
+        kind = (
+            f"{type(value).__name__} of dtype {array.dtype}, which no tensor can hold"
+        )
+        raise SchemaError(
+            f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them"
+        ) from error
 
 
 def paths_of(schema: TensorDict, observation_space: Space) -> tuple[Paths, Paths]:
-    """Return the paths of an observation and of an action in transitions like ``schema``."""
+    """Return the paths of an observation and of an action in transitions like
+    ``schema``."""
     whole = not isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
-    after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
+    after = [
+        key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS
+    ]
     actions = [key for key, _ in walk(schema) if key[0] == ACTION]
     return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
 
@@ -187,7 +238,8 @@ def after_step(paths: Paths) -> Paths:
 
 
 def _observation(space: AnySpace, lanes: Shape) -> dict[str, Any]:
-    """Return an observation's schema as a dict; a space without keys gets the key ``"observation"``."""
+    """Return an observation's schema as a dict; a space without keys gets the key
+    ``"observation"``."""
     value = value_of_space(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}
@@ -197,14 +249,18 @@ def _observation(space: AnySpace, lanes: Shape) -> dict[str, Any]:
 
 def is_space(source: object) -> bool:
     gymnasium = sys.modules.get("gymnasium")
-    return isinstance(source, TensorSpec) or (gymnasium is not None and isinstance(source, gymnasium.Space))
+    return isinstance(source, TensorSpec) or (
+        gymnasium is not None and isinstance(source, gymnasium.Space)
+    )
 
 
 def entries(value: object) -> dict[str, Any] | None:
     if isinstance(value, Mapping | TensorDictBase):
         for key in value.keys():
             if not isinstance(key, str):
-                raise SchemaError(f"keys are strings, got {key!r} of type {type(key).__name__}")
+                raise SchemaError(
+                    f"keys are strings, got {key!r} of type {type(key).__name__}"
+                )
         return dict(value.items())
     if isinstance(value, tuple):
         return {str(place): part for place, part in enumerate(value)}
@@ -215,18 +271,32 @@ def value_of_space(space: AnySpace, lanes: Shape, path: Key) -> Any:
     if isinstance(space, TensorSpec):
         value = space.zero().to("meta")
         if isinstance(value, TensorDictBase):
-            return without_memory(value.expand(*lanes, *value.shape) if lanes else value)
+            return without_memory(
+                value.expand(*lanes, *value.shape) if lanes else value
+            )
         return torch.empty((*lanes, *value.shape), dtype=value.dtype, device="meta")
     spaces = sys.modules["gymnasium"].spaces
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = entries(space.spaces) or {}
-        return TensorDict({key: value_of_space(part, lanes, (*path, key)) for key, part in parts.items()}, lanes)
-    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
-        raise SchemaError(f"{show_key(path)} is a {type(space).__name__} space, which {_RAGGED}")
+        return TensorDict(
+            {
+                key: value_of_space(part, lanes, (*path, key))
+                for key, part in parts.items()
+            },
+            lanes,
+        )
+    if not isinstance(
+        space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
+    ):
+        raise SchemaError(
+            f"{show_key(path)} is a {type(space).__name__} space, which {_RAGGED}"
+        )
     try:
         dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
     except TypeError as error:
-        raise SchemaError(f"{show_key(path)} has dtype {space.dtype}, which torch does not have") from error
+        raise SchemaError(
+            f"{show_key(path)} has dtype {space.dtype}, which torch does not have"
+        ) from error
     return torch.empty((*lanes, *space.shape), dtype=dtype, device="meta")
 
 
@@ -234,24 +304,38 @@ def without_memory(data: TensorDictBase) -> TensorDict:
     for key, value in walk(data):
         refuse_unpackable(key, value)
     meta = torch.device("meta")
-    return cast("TensorDict", data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=meta), device=meta))
+    return cast(
+        "TensorDict",
+        data.apply(
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device=meta), device=meta
+        ),
+    )
 
 
 def parallel_envs(source: object) -> list[ParallelEnv] | None:
-    """Return the environments in ``source``, a parallel environment or a sequence of them; None for anything else."""
+    """Return the environments in ``source``, a parallel environment or a sequence of
+    them; None for anything else."""
     pettingzoo = sys.modules.get("pettingzoo")
     envs = [*source] if isinstance(source, list | tuple) else [source]
-    return envs if pettingzoo and envs and all(isinstance(env, pettingzoo.ParallelEnv) for env in envs) else None
+    return (
+        envs
+        if pettingzoo
+        and envs
+        and all(isinstance(env, pettingzoo.ParallelEnv) for env in envs)
+        else None
+    )
 
 
 def takes_turns(source: object) -> bool:
-    """Whether ``source`` is an environment of PettingZoo whose agents act one after another."""
+    """Whether ``source`` is an environment of PettingZoo whose agents act one after
+    another."""
     pettingzoo = sys.modules.get("pettingzoo")
     return pettingzoo is not None and isinstance(source, pettingzoo.AECEnv)
 
 
 def turns_schema(env: AECEnv, agents: list[str]) -> TensorDict:
-    """Return the schema, ``[agents]``, of the transitions of agents that take turns; an ``"action_mask"`` is bool."""
+    """Return the schema, ``[agents]``, of the transitions of agents that take turns; an
+    ``"action_mask"`` is bool."""
     remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
     schema = transition_schema(*_spaces_of(env, agents, remedy), len(agents))
     for part in (schema, schema.get("next")):
@@ -262,7 +346,8 @@ def turns_schema(env: AECEnv, agents: list[str]) -> TensorDict:
 
 @dataclass(frozen=True)
 class AgentGroup:
-    """Agents with equal spaces, in the order of their rows in the tensors of the group."""
+    """Agents with equal spaces, in the order of their rows in the tensors of the
+    group."""
 
     name: str
     agents: tuple[str, ...]
@@ -270,10 +355,14 @@ class AgentGroup:
     action: Space
 
     def observed(self, lanes: Shape) -> dict[str, torch.Tensor | TensorDict]:
-        """Return the schema of what the environment gives, ``[*lanes, agents, ...]``, as a dict of meta tensors."""
+        """Return the schema of what the environment gives, ``[*lanes, agents, ...]``,
+        as a dict of meta tensors."""
         lead = (*lanes, len(self.agents))
         value = value_of_space(self.observation, lead, (self.name, OBSERVATION))
-        found: dict[str, torch.Tensor | TensorDict] = {OBSERVATION: value, "mask": _flag(lead)}
+        found: dict[str, torch.Tensor | TensorDict] = {
+            OBSERVATION: value,
+            "mask": _flag(lead),
+        }
         if isinstance(value, TensorDict) and ACTION_MASK in value.keys():
             found[ACTION_MASK] = value.pop(ACTION_MASK).to(torch.bool)
         return found
@@ -281,19 +370,31 @@ class AgentGroup:
     @cached_property
     def observation_paths(self) -> Paths:
         keys = [key for key, _ in walk(self.observed(())) if key != ("mask",)]
-        return [((self.name, *key), key if key == (ACTION_MASK,) else key[1:]) for key in keys]
+        return [
+            ((self.name, *key), key if key == (ACTION_MASK,) else key[1:])
+            for key in keys
+        ]
 
     @cached_property
     def action_paths(self) -> Paths:
-        keys = [key for key, _ in walk({ACTION: value_of_space(self.action, (), (self.name, ACTION))})]
+        keys = [
+            key
+            for key, _ in walk(
+                {ACTION: value_of_space(self.action, (), (self.name, ACTION))}
+            )
+        ]
         return [((self.name, *key), key[1:]) for key in keys]
 
 
-def groups_of(envs: Sequence[ParallelEnv], group_map: Groups = None) -> list[AgentGroup]:
-    """Return the groups of the agents of parallel environments, which must have equal agents and spaces.
+def groups_of(
+    envs: Sequence[ParallelEnv], group_map: Groups = None
+) -> list[AgentGroup]:
+    """Return the groups of the agents of parallel environments, which must have equal
+    agents and spaces.
 
-    ``group_map`` is a dict from names to lists of agents, or a ``MarlGroupMapType`` of TorchRL. By default, the agents
-    ``knight_0`` and ``knight_1`` are the group ``knight``, and other agents are groups of their own.
+    ``group_map`` is a dict from names to lists of agents, or a ``MarlGroupMapType`` of
+    TorchRL. By default, the agents ``knight_0`` and ``knight_1`` are the group
+    ``knight``, and other agents are groups of their own.
     """
     agents = [*envs[0].possible_agents]
     if group_map is None:
@@ -301,19 +402,33 @@ def groups_of(envs: Sequence[ParallelEnv], group_map: Groups = None) -> list[Age
     elif hasattr(group_map, "get_group_map"):
         group_map = group_map.get_group_map(agents)
     if not isinstance(group_map, Mapping):
-        raise TypeError(f"group_map must be a dict from names to lists of agents, got a {type(group_map).__name__}")
+        raise TypeError(
+            f"group_map must be a dict from names to lists of agents, got a {type(group_map).__name__}"
+        )
     named = [agent for group in group_map.values() for agent in group]
     if sorted(named) != sorted(agents) or not all(group_map.values()):
-        raise ValueError(f"group_map must name each of the agents {agents} once, got {dict(group_map)}")
+        raise ValueError(
+            f"group_map must name each of the agents {agents} once, got {dict(group_map)}"
+        )
     for name in group_map:
         if not isinstance(name, str) or name in RESERVED:
-            raise ValueError(f"a group must have a name that is not reserved for the transition, got {name!r}")
+            raise ValueError(
+                f"a group must have a name that is not reserved for the transition, got {name!r}"
+            )
     remedy = "put them in groups of their own, group_map={name: [agent, ...], ...}"
-    made = ([(name, (*each,), *_spaces_of(env, each, remedy)) for name, each in group_map.items()] for env in envs)
+    made = (
+        [
+            (name, (*each,), *_spaces_of(env, each, remedy))
+            for name, each in group_map.items()
+        ]
+        for env in envs
+    )
     found, *others = ([AgentGroup(*group) for group in groups] for groups in made)
     for number, (env, other) in enumerate(zip(envs[1:], others, strict=True), 1):
         if [*env.possible_agents] != agents or other != found:
-            raise SchemaError(f"environment {number} has other agents or spaces than environment 0")
+            raise SchemaError(
+                f"environment {number} has other agents or spaces than environment 0"
+            )
     return found
 
 
@@ -321,21 +436,31 @@ def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for agent in agents:
         name, _, number = agent.rpartition("_")
-        found.setdefault(name if name and number.lstrip("+-").isdecimal() else agent, []).append(agent)
+        found.setdefault(
+            name if name and number.lstrip("+-").isdecimal() else agent, []
+        ).append(agent)
     return found
 
 
-def _spaces_of(env: ParallelEnv | AECEnv, agents: Sequence[str], remedy: str) -> tuple[Space, Space]:
-    """Return the observation and action space of agents; raise a SchemaError unless they have equal ones."""
-    first, *others = ((env.observation_space(agent), env.action_space(agent)) for agent in agents)
+def _spaces_of(
+    env: ParallelEnv | AECEnv, agents: Sequence[str], remedy: str
+) -> tuple[Space, Space]:
+    """Return the observation and action space of agents; raise a SchemaError unless
+    they have equal ones."""
+    first, *others = (
+        (env.observation_space(agent), env.action_space(agent)) for agent in agents
+    )
     for agent, other in zip(agents[1:], others, strict=True):
         if other != first:
-            raise SchemaError(f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}")
+            raise SchemaError(
+                f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}"
+            )
     return first
 
 
 def agents_schema(groups: list[AgentGroup], lanes: Shape) -> TensorDict:
-    """Return the schema, ``[*lanes]``, of the transitions of parallel environments with these groups."""
+    """Return the schema, ``[*lanes]``, of the transitions of parallel environments with
+    these groups."""
     before: dict[NestedKey, Any] = {}
     after: dict[NestedKey, Any] = {name: _flag((*lanes, 1)) for name in FLAGS}
     for group in groups:
@@ -343,7 +468,11 @@ def agents_schema(groups: list[AgentGroup], lanes: Shape) -> TensorDict:
         action = value_of_space(group.action, lead, (group.name, ACTION))
         before[group.name] = group.observed(lanes) | {ACTION: action}
         reward = torch.empty((*lead, 1), dtype=torch.float32, device="meta")
-        after[group.name] = group.observed(lanes) | {"reward": reward} | {name: _flag((*lead, 1)) for name in FLAGS}
+        after[group.name] = (
+            group.observed(lanes)
+            | {"reward": reward}
+            | {name: _flag((*lead, 1)) for name in FLAGS}
+        )
     return TensorDict(before | {"next": after}, lanes)
 
 

@@ -22,31 +22,39 @@ def make_transition(
 ) -> TensorDict:
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
-    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these. The items of a
-    tuple have the keys ``"0"``, ``"1"`` and so on. The result keeps dtypes (except of rewards) and shares memory with
-    tensors and writable arrays. A dict observation has its entries at the root; any other observation has the key
-    ``"observation"``.
+    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and
+    tuples of these. The items of a tuple have the keys ``"0"``, ``"1"`` and so on. The
+    result keeps dtypes (except of rewards) and shares memory with tensors and writable
+    arrays. A dict observation has its entries at the root; any other observation has
+    the key ``"observation"``.
 
     Args:
         obs: the observation before the step.
         action: the action.
-        reward: a number, or an array ``[E]`` for ``E`` environments, with further dims for several rewards. Rewards
-            are converted to float32, except floating-point tensors, which keep their dtype.
-        next_obs: the observation after the step. With same-step autoreset, pass ``final_obs`` when an episode ends.
-        terminated: a bool, or bools of shape ``[E]``. This shape is the batch size of the result.
+        reward: a number, or an array ``[E]`` for ``E`` environments, with further dims
+            for several rewards. Rewards are converted to float32, except floating-point
+            tensors, which keep their dtype.
+        next_obs: the observation after the step. With same-step autoreset, pass
+            ``final_obs`` when an episode ends.
+        terminated: a bool, or bools of shape ``[E]``. This shape is the batch size of
+            the result.
         truncated: a bool, or bools of the same shape as ``terminated``.
-        **extras: more entries for the root, such as a policy's outputs; entries of a dict ``next`` go to ``"next"``.
+        **extras: more entries for the root, such as a policy's outputs; entries of a
+            dict ``next`` go to ``"next"``.
 
     Returns:
-        A TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`. The flags and a single reward have
-        shape ``[1]`` or ``[E, 1]``; ``("next", "done")`` is ``terminated | truncated``.
+        A TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`. The
+        flags and a single reward have shape ``[1]`` or ``[E, 1]``; ``("next", "done")``
+        is ``terminated | truncated``.
 
     Raises:
-        SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry;
-            the observations before and after the step differ in keys or shapes; the reward is not a number; or float32
-            cannot hold a whole number among the rewards, such as 2**24 + 1.
+        SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``,
+            or has the key of another entry; the observations before and after the step
+            differ in keys or shapes; the reward is not a number; or float32 cannot hold
+            a whole number among the rewards, such as 2**24 + 1.
 
-    Cost: O(entries), about 20 us. Only rewards, and arrays that torch cannot share (read-only arrays), are copied.
+    Cost: O(entries), about 20 us. Only rewards, and arrays that torch cannot share
+    (read-only arrays), are copied.
 
     Example:
         >>> import numpy as np
@@ -55,10 +63,15 @@ def make_transition(
         >>> step["image"].dtype, step["next", "done"], step["next", "reward"]
         (torch.uint8, tensor([True]), tensor([1.]))
     """
-    flags = {"terminated": _flag(terminated, "terminated"), "truncated": _flag(truncated, "truncated")}
+    flags = {
+        "terminated": _flag(terminated, "terminated"),
+        "truncated": _flag(truncated, "truncated"),
+    }
     lanes = flags["terminated"].shape
     if (shape := flags["truncated"].shape) != lanes:
-        raise SchemaError(f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}")
+        raise SchemaError(
+            f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}"
+        )
     observed = _observation(obs), _observation(next_obs, "next")
     root = observed[0] | {"action": tensors_of(action, "action")}
     after = observed[1] | {"reward": _reward(reward, lanes)}
@@ -67,10 +80,14 @@ def make_transition(
     more = tensors_of(extras, "extras")
     for part, added in ((after, more.pop("next", {})), (root, more)):
         if not isinstance(added, dict):
-            raise SchemaError(f"the extra 'next' must be a dict of entries, got a {type(added).__name__}")
+            raise SchemaError(
+                f"the extra 'next' must be a dict of entries, got a {type(added).__name__}"
+            )
         for key in added:
             if key in part or (part is root and key == "next"):
-                raise SchemaError(f"the extra {key!r} has the name of an existing entry")
+                raise SchemaError(
+                    f"the extra {key!r} has the name of an existing entry"
+                )
         part.update(added)
     step = _batch(root | {"next": after}, lanes)
     _refuse_unlike(*observed)
@@ -85,12 +102,19 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
 
 
 def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
-    shapes = [{key: tuple(value.shape) for key, value in walk(part)} for part in (before, after)]
+    shapes = [
+        {key: tuple(value.shape) for key, value in walk(part)}
+        for part in (before, after)
+    ]
     for key in {**shapes[0], **shapes[1]}:
-        this, following = (f"of shape {each[key]}" if key in each else "missing" for each in shapes)
+        this, following = (
+            f"of shape {each[key]}" if key in each else "missing" for each in shapes
+        )
         if this != following:
             order = "the arguments are obs, action, reward, next_obs, terminated, truncated, in this order"
-            raise SchemaError(f"{show_key(key)} is {this} before the step and {following} after it: {order}")
+            raise SchemaError(
+                f"{show_key(key)} is {this} before the step and {following} after it: {order}"
+            )
 
 
 def _flag(value: object, name: str) -> torch.Tensor:
@@ -104,22 +128,36 @@ def _flag(value: object, name: str) -> torch.Tensor:
 def _reward(value: object, lanes: torch.Size) -> torch.Tensor:
     reward = tensors_of(value, "next", "reward")
     if not isinstance(reward, torch.Tensor):
-        raise SchemaError(f"'reward' must be a number or an array, got a {type(value).__name__}")
+        raise SchemaError(
+            f"'reward' must be a number or an array, got a {type(value).__name__}"
+        )
     if reward.is_complex():
         raise SchemaError(f"'reward' must be real, got {reward.dtype}")
     if not (isinstance(value, torch.Tensor) and reward.is_floating_point()):
         if isinstance(value, float):
             reward = torch.tensor(value, dtype=torch.float64, device="cpu")
-        refuse_rounding(("next", "reward"), reward, torch.float32, "pass rewards as a float64 tensor")
+        refuse_rounding(
+            ("next", "reward"),
+            reward,
+            torch.float32,
+            "pass rewards as a float64 tensor",
+        )
         reward = reward.to(torch.float32)
     return reward.unsqueeze(-1) if reward.shape == lanes else reward
 
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
-    """Convert nested dicts to a TensorDict; SchemaError if a tensor lacks the leading dims ``lanes``."""
+    """Convert nested dicts to a TensorDict; SchemaError if a tensor lacks the leading
+    dims ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
             shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"
-            raise SchemaError(f"{show_key((*path, key))} has {shapes}: one entry per environment")
-    nested = {key: _batch(value, lanes, *path, key) for key, value in parts.items() if isinstance(value, dict)}
+            raise SchemaError(
+                f"{show_key((*path, key))} has {shapes}: one entry per environment"
+            )
+    nested = {
+        key: _batch(value, lanes, *path, key)
+        for key, value in parts.items()
+        if isinstance(value, dict)
+    }
     return TensorDict({**parts, **nested}, lanes)

@@ -1,4 +1,5 @@
-"""Checks of inputs, and reshaping from TorchRL's ``[*batch, T, *F]`` to the kernels' 3-D shape ``[L, T, F]``."""
+"""Checks of inputs, and reshaping from TorchRL's ``[*batch, T, *F]`` to the kernels'
+3-D shape ``[L, T, F]``."""
 
 from __future__ import annotations
 
@@ -20,67 +21,120 @@ class TimeLayout(NamedTuple):
     function: str
     shape: torch.Size
     time_dim: int
-    sizes: tuple[int, int, int]  # (L, T, F): L is the product of the dims before time, F of the dims after time
+    # (L, T, F): L is the product of the dims before time, F of the dims after time
+    sizes: tuple[int, int, int]
     device: torch.device
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
 
     @classmethod
     def of(
-        cls, function: str, time_dim: int, values: dict[str, Tensor], *others: Tensor | None
+        cls,
+        function: str,
+        time_dim: int,
+        values: dict[str, Tensor],
+        *others: Tensor | None,
     ) -> tuple[TimeLayout, list[Tensor]]:
-        """Check ``values`` and ``others`` (reward, done, terminated); return the layout, and each as ``[L, T, F]``."""
+        """Check ``values`` and ``others`` (reward, done, terminated); return the
+        layout, and each as ``[L, T, F]``."""
         reward, done, terminated = others
-        given = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
-        inputs = {name: _checked(function, name, x, must_float=name in values) for name, x in given.items()}
+        given = values | {
+            "reward": reward,
+            "done": done,
+            "terminated": done if terminated is None else terminated,
+        }
+        inputs = {
+            name: _checked(function, name, x, must_float=name in values)
+            for name, x in given.items()
+        }
         first = next(iter(inputs.values()))
         shape, device = tuple(first.shape), first.device
         if any(x.shape != shape for x in inputs.values()):
-            found: dict[str, object] = {name: tuple(x.shape) for name, x in inputs.items()}
-            raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {found}.")
+            found: dict[str, object] = {
+                name: tuple(x.shape) for name, x in inputs.items()
+            }
+            raise ValueError(
+                f"{function}: all inputs must share one shape [*batch, T, *features], got {found}."
+            )
         if any(x.device != device for x in inputs.values()):
             found = {name: str(x.device) for name, x in inputs.items()}
-            raise ValueError(f"{function}: all inputs must be on one device, got {found}.")
+            raise ValueError(
+                f"{function}: all inputs must be on one device, got {found}."
+            )
         if first.numel() == 0:
-            raise ValueError(f"{function}: the inputs are empty (shape {shape}): there are no steps.")
+            raise ValueError(
+                f"{function}: the inputs are empty (shape {shape}): there are no steps."
+            )
         if not -first.ndim <= time_dim < first.ndim:
-            remedy = "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
-            raise ValueError(f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}")
+            remedy = (
+                "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
+            )
+            raise ValueError(
+                f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}"
+            )
         time_dim %= first.ndim
         out_dtype = reduce(torch.promote_types, (x.dtype for x in values.values()))
-        is_wide = inputs["reward"].dtype in _WIDE_INTEGERS  # float32 would round them before they are added
-        compute_dtype = torch.promote_types(out_dtype, torch.float64 if is_wide else inputs["reward"].dtype)
+        # float32 would round them before they are added
+        is_wide = inputs["reward"].dtype in _WIDE_INTEGERS
+        compute_dtype = torch.promote_types(
+            out_dtype, torch.float64 if is_wide else inputs["reward"].dtype
+        )
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
-        sizes = math.prod(shape[:time_dim]), shape[time_dim], math.prod(shape[time_dim + 1 :])
+        sizes = (
+            math.prod(shape[:time_dim]),
+            shape[time_dim],
+            math.prod(shape[time_dim + 1 :]),
+        )
         columns = [_shaped(x.detach().resolve_neg(), sizes) for x in inputs.values()]
         columns[:-2] = [x.to(compute_dtype) for x in columns[:-2]]
-        return cls(function, first.shape, time_dim, sizes, device, compute_dtype, out_dtype), columns
+        return cls(
+            function, first.shape, time_dim, sizes, device, compute_dtype, out_dtype
+        ), columns
 
     def restore(self, x: Tensor) -> Tensor:
         return _shaped(x, self.shape).to(self.out_dtype)
 
     def mask(self, mask: Tensor) -> Tensor:
-        """Check a bool mask of the inputs' shape, or of their first dims; return it as ``[L, T, F]``."""
+        """Check a bool mask of the inputs' shape, or of their first dims; return it as
+        ``[L, T, F]``."""
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
-            raise TypeError(f"{self.function}: mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask))}.")
+            raise TypeError(
+                f"{self.function}: mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask))}."
+            )
         dims = mask.ndim
-        if not self.time_dim < dims <= len(self.shape) or mask.shape != self.shape[:dims]:
-            expected = f"the inputs' shape {tuple(self.shape)} or its first dims, up to time"
-            raise ValueError(f"{self.function}: mask must have {expected}, got {tuple(mask.shape)}.")
-        return mask.reshape(*mask.shape, *[1] * (len(self.shape) - dims)).expand(self.shape).reshape(self.sizes)
+        if (
+            not self.time_dim < dims <= len(self.shape)
+            or mask.shape != self.shape[:dims]
+        ):
+            expected = (
+                f"the inputs' shape {tuple(self.shape)} or its first dims, up to time"
+            )
+            raise ValueError(
+                f"{self.function}: mask must have {expected}, got {tuple(mask.shape)}."
+            )
+        return (
+            mask.reshape(*mask.shape, *[1] * (len(self.shape) - dims))
+            .expand(self.shape)
+            .reshape(self.sizes)
+        )
 
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
-        """Check gamma or lmbda; return a float unchanged, and a tensor expanded to ``[L, T, F]``."""
+        """Check gamma or lmbda; return a float unchanged, and a tensor expanded to
+        ``[L, T, F]``."""
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:
-            raise ValueError(f"{self.function}: {name} requires a gradient; estimates have none. Pass {name}.detach().")
+            raise ValueError(
+                f"{self.function}: {name} requires a gradient; estimates have none. Pass {name}.detach()."
+            )
         x = x.to(self.device, self.compute_dtype)
         try:
             return x.expand(self.shape).reshape(self.sizes)
         except RuntimeError:
             shapes = f"shape {tuple(x.shape)} does not broadcast to the inputs' shape {tuple(self.shape)}"
-            remedy = f"Pass a float, or one value per step with time at dim {self.time_dim}."
+            remedy = (
+                f"Pass a float, or one value per step with time at dim {self.time_dim}."
+            )
             raise ValueError(f"{self.function}: {name} of {shapes}. {remedy}") from None
 
 
@@ -88,14 +142,17 @@ def coefficient(function: str, name: str, x: float) -> float:
     try:
         x = float(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(x).__name__}.") from None
+        raise TypeError(
+            f"{function}: {name} must be a number or a tensor, got {type(x).__name__}."
+        ) from None
     if not 0.0 <= x <= 1.0:
         raise ValueError(f"{function}: {name} must lie in [0, 1], got {x}.")
     return x
 
 
 def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x if x.shape == shape else x.reshape(shape)  # even to the same shape, ``reshape`` takes 4 us in a loop
+    # even to the same shape, ``reshape`` takes 4 us in a loop
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def _checked(function: str, name: str, x: Tensor | None, *, must_float: bool) -> Tensor:
@@ -103,7 +160,11 @@ def _checked(function: str, name: str, x: Tensor | None, *, must_float: bool) ->
         raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
     if name in _FLAGS:
         if x.dtype is not torch.bool:
-            raise TypeError(f"{function}: {name} must be a bool tensor, got {x.dtype}. Pass {name}.bool().")
+            raise TypeError(
+                f"{function}: {name} must be a bool tensor, got {x.dtype}. Pass {name}.bool()."
+            )
     elif x.dtype.is_complex or (must_float and not x.dtype.is_floating_point):
-        raise TypeError(f"{function}: {name} must be of a floating dtype, got {x.dtype}.")
+        raise TypeError(
+            f"{function}: {name} must be of a floating dtype, got {x.dtype}."
+        )
     return x

@@ -20,32 +20,40 @@ def td_lambda_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""TD(:math:`\lambda`) return: the weighted mean of n-step returns, with weights :math:`(1-\lambda)\lambda^{n-1}`.
+    r"""TD(:math:`\lambda`) return: the weighted mean of n-step returns, with weights
+    :math:`(1-\lambda)\lambda^{n-1}`.
 
     .. math::
         G_t = r_t + \gamma \left[ (1 - \lambda) \bar V(s'_t) + \lambda G_{t+1} \right], \qquad
         \bar V(s'_t) = (1 - \mathrm{terminated}_t) V(s'_t)
 
-    At the end of a trajectory and at the last step, :math:`\bar V(s'_t)` replaces :math:`G_{t+1}`.
+    At the end of a trajectory and at the last step, :math:`\bar V(s'_t)` replaces
+    :math:`G_{t+1}`.
 
     Args:
-        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
-        lmbda: the weight :math:`\lambda` in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the
+            inputs' shape.
+        lmbda: the weight :math:`\lambda` in [0, 1]: a float, or a tensor that
+            broadcasts to the inputs' shape.
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
-        terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
-        rolling_gamma: must not be False, which TorchRL takes: each step of the recursion uses its own gamma and lmbda.
+        terminated: bool, same shape: whether the next state is terminal (its value is
+            then ignored). Default: ``done``.
+        rolling_gamma: must not be False, which TorchRL takes: each step of the
+            recursion uses its own gamma and lmbda.
         time_dim: the dimension of time.
 
     Returns:
-        The return of each step, with the shape of the inputs and the dtype of the values.
+        The return of each step, with the shape of the inputs and the dtype of the
+        values.
 
     Raises:
         ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
     Cost: O(elements) on the CPU; for CUDA, see :mod:`rlbuf_td.functional`.
-    Source: Sutton and Barto, 2018, section 12.1. TorchRL's ``td_lambda_return_estimate`` gives the same result.
+    Source: Sutton and Barto, 2018, section 12.1. TorchRL's
+    ``td_lambda_return_estimate`` gives the same result.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -54,7 +62,15 @@ def td_lambda_return_estimate(
         [1.5, 1.0]
     """
     coefficients = gamma, lmbda, rolling_gamma
-    return _estimate("td_lambda_return_estimate", time_dim, *coefficients, next_state_value, reward, done, terminated)
+    return _estimate(
+        "td_lambda_return_estimate",
+        time_dim,
+        *coefficients,
+        next_state_value,
+        reward,
+        done,
+        terminated,
+    )
 
 
 def td1_return_estimate(
@@ -67,7 +83,8 @@ def td1_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""TD(1) return: the discounted rewards to the end of the trajectory, plus the discounted value of its last state.
+    r"""TD(1) return: the discounted rewards to the end of the trajectory, plus the
+    discounted value of its last state.
 
     .. math::
         G_t = r_t + \gamma \begin{cases}
@@ -75,22 +92,26 @@ def td1_return_estimate(
         \end{cases}
 
     Args:
-        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the
+            inputs' shape.
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
-        terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
+        terminated: bool, same shape: whether the next state is terminal (its value is
+            then ignored). Default: ``done``.
         rolling_gamma: as for :func:`td_lambda_return_estimate`.
         time_dim: the dimension of time.
 
     Returns:
-        The return of each step, with the shape of the inputs and the dtype of the values.
+        The return of each step, with the shape of the inputs and the dtype of the
+        values.
 
     Raises:
         ValueError, TypeError: as for :func:`td_lambda_return_estimate`.
 
     Cost: as for :func:`td_lambda_return_estimate`.
-    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). TorchRL's ``td1_return_estimate`` gives the same result.
+    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). TorchRL's
+    ``td1_return_estimate`` gives the same result.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -99,25 +120,42 @@ def td1_return_estimate(
         [1.75, 1.5]
     """
     coefficients = gamma, None, rolling_gamma
-    return _estimate("td1_return_estimate", time_dim, *coefficients, next_state_value, reward, done, terminated)
+    return _estimate(
+        "td1_return_estimate",
+        time_dim,
+        *coefficients,
+        next_state_value,
+        reward,
+        done,
+        terminated,
+    )
 
 
 def reward2go(
-    reward: Tensor, done: Tensor, gamma: float | Tensor, *, mask: Tensor | None = None, time_dim: int = -2
+    reward: Tensor,
+    done: Tensor,
+    gamma: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    time_dim: int = -2,
 ) -> Tensor:
-    r"""Return to go: the discounted sum of the rewards from each step to the end of its trajectory.
+    r"""Return to go: the discounted sum of the rewards from each step to the end of its
+    trajectory.
 
     .. math::
         G_t = r_t + \gamma \, (1 - \mathrm{done}_t) \, G_{t+1}
 
-    The sum also ends at the last step, without a bootstrap value. Decision transformers take it as an input.
+    The sum also ends at the last step, without a bootstrap value. Decision transformers
+    take it as an input.
 
     Args:
         reward: :math:`r_t`, ``[*batch, T, *F]``, floating.
         done: bool, same shape: whether the trajectory ends with this step.
-        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the shape of ``reward``.
-        mask: bool, the shape of ``reward`` or its first dims: False for padding, whose rewards do not count, and whose
-            return is 0. The ``"mask"`` of a batch of :class:`~rlbuf_td.EpisodeSampler` fits.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the
+            shape of ``reward``.
+        mask: bool, the shape of ``reward`` or its first dims: False for padding, whose
+            rewards do not count, and whose return is 0. The ``"mask"`` of a batch of
+            :class:`~rlbuf_td.EpisodeSampler` fits.
         time_dim: the dimension of time.
 
     Returns:
@@ -127,8 +165,8 @@ def reward2go(
         ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
     Cost: O(elements) on the CPU; for CUDA, see :mod:`rlbuf_td.functional`.
-    Source: Chen et al., Decision Transformer, 2021, section 3. TorchRL's ``reward2go`` gives the same result, without a
-    mask.
+    Source: Chen et al., Decision Transformer, 2021, section 3. TorchRL's ``reward2go``
+    gives the same result, without a mask.
 
     Example:
         >>> reward = torch.tensor([[1.0], [2.0], [4.0], [4.0]])
@@ -136,12 +174,18 @@ def reward2go(
         >>> reward2go(reward, done, 0.5, mask=torch.tensor([True, True, True, False])).flatten().tolist()
         [3.0, 4.0, 4.0, 0.0]
     """
-    layout, (reward, ends, _) = TimeLayout.of("reward2go", time_dim, {"reward": reward}, reward, done, None)
+    layout, (reward, ends, _) = TimeLayout.of(
+        "reward2go", time_dim, {"reward": reward}, reward, done, None
+    )
     if mask is not None:
         reward = reward.masked_fill(~layout.mask(mask), 0)
     g = layout.coefficient("gamma", gamma)
-    returns = scan.reverse_scan(reward.contiguous(), scan.spread(g, reward).masked_fill(ends, 0))
-    return layout.restore(returns if mask is None else returns.masked_fill(~layout.mask(mask), 0))
+    returns = scan.reverse_scan(
+        reward.contiguous(), scan.spread(g, reward).masked_fill(ends, 0)
+    )
+    return layout.restore(
+        returns if mask is None else returns.masked_fill(~layout.mask(mask), 0)
+    )
 
 
 def _estimate(
@@ -154,14 +198,23 @@ def _estimate(
     *others: Tensor | None,
 ) -> Tensor:
     if rolling_gamma is False:
-        raise ValueError(f"{name}: rolling_gamma=False is not supported: leave it out, or use TorchRL's function.")
-    layout, columns = TimeLayout.of(name, time_dim, {"next_state_value": next_state_value}, *others)
+        raise ValueError(
+            f"{name}: rolling_gamma=False is not supported: leave it out, or use TorchRL's function."
+        )
+    layout, columns = TimeLayout.of(
+        name, time_dim, {"next_state_value": next_state_value}, *others
+    )
     next_value, reward, ends, terminated = columns
-    g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda)
+    g, lam = (
+        layout.coefficient("gamma", gamma),
+        layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda),
+    )
     bootstrap = next_value.masked_fill(terminated, 0)
     # A TD(1) return ends where the step terminates, even if done is not set.
     ends = ends | terminated if lmbda is None else ends.clone()
     ends[:, -1] = True  # there is no data after the last step
     mixed = torch.where(ends, bootstrap, 0 if lmbda is None else (1 - lam) * bootstrap)
-    returns = scan.reverse_scan(reward + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
+    returns = scan.reverse_scan(
+        reward + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0)
+    )
     return layout.restore(returns)

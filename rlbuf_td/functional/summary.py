@@ -10,16 +10,19 @@ from torch import Tensor
 
 
 def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
-    r"""Share of the targets' variance that the values explain: :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
+    r"""Share of the targets' variance that the values explain:
+    :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
 
-    1 means that values and targets differ by a constant; 0 means that the values predict no better than a constant.
+    1 means that values and targets differ by a constant; 0 means that the values
+    predict no better than a constant.
 
     Args:
         state_value: the predictions :math:`V`, any shape, floating.
         value_target: the targets :math:`R`, same shape.
 
     Returns:
-        A 0-dim tensor: float64 if an input is float64, else float32. NaN if the targets are constant.
+        A 0-dim tensor: float64 if an input is float64, else float32. NaN if the targets
+            are constant.
 
     Raises:
         ValueError: the shapes differ, or the tensors are empty.
@@ -34,7 +37,9 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
     """
     if state_value.shape != value_target.shape:
         shapes = f"{tuple(state_value.shape)} and {tuple(value_target.shape)}"
-        raise ValueError(f"explained_variance: values and targets must share one shape, got {shapes}.")
+        raise ValueError(
+            f"explained_variance: values and targets must share one shape, got {shapes}."
+        )
     if state_value.numel() == 0:
         raise ValueError("explained_variance: the tensors are empty.")
     target = _wide(value_target)
@@ -44,24 +49,29 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, eps: float = 1e-6, mask: Tensor | None = None) -> Tensor:
-    r"""Shift ``x`` to mean 0 and scale it to standard deviation 1: :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
+    r"""Shift ``x`` to mean 0 and scale it to standard deviation 1:
+    :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
 
     Args:
         x: values, any shape, floating.
         eps: the smallest divisor, positive.
-        mask: which values count for the mean and the standard deviation, bool, with the first dims of ``x``; ``None``:
-            all values. Values that do not count are shifted and scaled, too.
+        mask: which values count for the mean and the standard deviation, bool, with the
+            first dims of ``x``; ``None``: all values. Values that do not count are
+            shifted and scaled, too.
 
     Returns:
-        A new, detached tensor of the same shape and dtype. bfloat16 and float16 are computed in float32.
+        A new, detached tensor of the same shape and dtype. bfloat16 and float16 are
+        computed in float32.
 
     Raises:
-        ValueError: ``x`` is empty, ``eps`` is not positive, or the mask is not bool with the first dims of ``x``.
+        ValueError: ``x`` is empty, ``eps`` is not positive, or the mask is not bool
+            with the first dims of ``x``.
 
     If no value counts, the result is NaN.
 
-    Cost: O(elements), without host synchronisation. TorchRL's ``average_gae`` uses the sample standard deviation
-    (divisor n - 1), which is undefined for one element; this function uses the divisor n.
+    Cost: O(elements), without host synchronisation. TorchRL's ``average_gae`` uses the
+    sample standard deviation (divisor n - 1), which is undefined for one element; this
+    function uses the divisor n.
 
     Example:
         >>> normalize(torch.tensor([1.0, 3.0])).tolist()
@@ -84,7 +94,9 @@ def normalize(x: Tensor, eps: float = 1e-6, mask: Tensor | None = None) -> Tenso
 def _masked_std_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         expected = f"bool with the first dims of {tuple(x.shape)}"
-        raise ValueError(f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}.")
+        raise ValueError(
+            f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}."
+        )
     counts = cast("Tensor", expand_as_right(mask, x))
     number = counts.sum()
     mean = torch.where(counts, x, 0).sum() / number

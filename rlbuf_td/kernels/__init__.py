@@ -1,11 +1,13 @@
 """Performance-critical operations on plain tensors.
 
-Most operations have a reference implementation in PyTorch, which runs on any device and defines the correct results. On
-the CPU, loops compiled by numba replace the reference. Tests compare both implementations.
+Most operations have a reference implementation in PyTorch, which runs on any device and
+defines the correct results. On the CPU, loops compiled by numba replace the reference.
+Tests compare both implementations.
 :mod:`~rlbuf_td.kernels.dispatch` selects the implementation.
 
-``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``draws/`` without priorities. ``episodes/``
-finds trajectory boundaries, ``rows/`` deduplicates rows, ``batch/`` samples or writes a batch in one call,
-``wrappers/`` revises batches (goals, n-step returns, windows), and ``scan/`` computes advantages and returns. The
+``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``draws/``
+without priorities. ``episodes/`` finds trajectory boundaries, ``rows/`` deduplicates
+rows, ``batch/`` samples or writes a batch in one call, ``wrappers/`` revises batches
+(goals, n-step returns, windows), and ``scan/`` computes advantages and returns. The
 notebook ``10_how_it_works.ipynb`` illustrates the data structures.
 """

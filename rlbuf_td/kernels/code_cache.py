@@ -1,13 +1,16 @@
 """Keeps compiled loops for later processes, in numba's cache.
 
-It lies in ``$NUMBA_CACHE_DIR``, beside the sources, at home, or in the folder of temporary files, in this order.
+It lies in ``$NUMBA_CACHE_DIR``, beside the sources, at home, or in the folder of
+temporary files, in this order.
 
-A log message says when loops are compiled; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences it. Of
-processes that need a loop at the same time, one compiles it, under a lock of the loop's own, and the others wait and
-load it. ``python -m rlbuf_td compile`` compiles all loops ahead.
+A log message says when loops are compiled;
+``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences it. Of processes that need
+a loop at the same time, one compiles it, under a lock of the loop's own, and the others
+wait and load it. ``python -m rlbuf_td compile`` compiles all loops ahead.
 
-Invariant: code is loaded only if all sources in ``kernels/`` are those from which it was compiled, because a loop calls
-functions of other files. Their digest takes the place of the time of the loop's own file, which numba would compare.
+Invariant: code is loaded only if all sources in ``kernels/`` are those from which it
+was compiled, because a loop calls functions of other files. Their digest takes the
+place of the time of the loop's own file, which numba would compare.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 _ROOM = Path(__file__).parent
-_PATIENCE = 600  # seconds that a process waits for another one, which may have been stopped
+# seconds that a process waits for another one, which may have been stopped
+_PATIENCE = 600
 _COMPILER = "rlbuf_td_compiler"  # the name of a thread that compiles
 
 
@@ -49,7 +53,8 @@ def cached_njit(**options: object) -> Callable[[Callable[..., object]], Dispatch
     def decorate(function: Callable[..., object]) -> Dispatcher:
         loop = njit(**options)(function)
         if folder() is not None:
-            loop._cache = _Cache(function)  # instead of the cache that numba sets for ``cache=True``
+            # instead of the cache that numba sets for ``cache=True``
+            loop._cache = _Cache(function)
         loop.compile = partial(_compile, loop, loop.compile)
         return loop
 
@@ -57,7 +62,8 @@ def cached_njit(**options: object) -> Callable[[Callable[..., object]], Dispatch
 
 
 class Callback:
-    """A compiled function of one address, which loops call by its own address; it must not raise an error."""
+    """A compiled function of one address, which loops call by its own address; it must
+    not raise an error."""
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
@@ -66,20 +72,30 @@ class Callback:
     def address(self) -> int:
         """The address of the function."""
         options = {"nopython": True, "error_model": "numpy"}
-        self._compiled = CFunc(self._function, ((types.int64,), types.void), {}, options)
+        self._compiled = CFunc(
+            self._function, ((types.int64,), types.void), {}, options
+        )
         if folder() is not None:
             self._compiled._cache = _Cache(self._function)
         _in_thread(self._compiled.compile)
         return int(self._compiled.address or 0)
 
 
-def _compile(loop: Dispatcher, compile_: Callable[[Signature], Found], signature: Signature) -> Found:
-    """Load or compile a loop in a thread of its own, which also compiles what the loop calls: it holds numba's lock.
+def _compile(
+    loop: Dispatcher, compile_: Callable[[Signature], Found], signature: Signature
+) -> Found:
+    """Load or compile a loop in a thread of its own, which also compiles what the loop
+    calls: it holds numba's lock.
 
-    Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to those of all callers, and would
-    keep the callers' variables, such as a buffer, until a garbage collection.
+    Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to
+    those of all callers, and would keep the callers' variables, such as a buffer, until
+    a garbage collection.
     """
-    return compile_(signature) if signature in loop.overloads else _in_thread(partial(compile_, signature))
+    return (
+        compile_(signature)
+        if signature in loop.overloads
+        else _in_thread(partial(compile_, signature))
+    )
 
 
 def _in_thread(work: Callable[[], Found]) -> Found:
@@ -94,24 +110,32 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
-        place, self._file_name = _locator().get_cache_path(), f"{function.__module__}.{self._impl.filename_base}"
+        place, self._file_name = (
+            _locator().get_cache_path(),
+            f"{function.__module__}.{self._impl.filename_base}",
+        )
         self._impl._locator, self._cache_path = _locator(), place
         self._cache_file = IndexDataCacheFile(place, self._file_name, _digest())
-        self._locks: dict[int, FileLock] = {}  # by process: a forked one cannot take its parent's
+        # by process: a forked one cannot take its parent's
+        self._locks: dict[int, FileLock] = {}
 
     @property
     def _lock(self) -> FileLock:
         process = os.getpid()
         if process not in self._locks:
             path = Path(self.cache_path, f"{self._file_name}.lock")
-            self._locks[process] = FileLock(path, timeout=_PATIENCE)  # a thread can take it again
+            # a thread can take it again
+            self._locks[process] = FileLock(path, timeout=_PATIENCE)
         return self._locks[process]
 
-    def load_overload(self, signature: Signature, target: CPUContext) -> CompileResult | None:
+    def load_overload(
+        self, signature: Signature, target: CPUContext
+    ) -> CompileResult | None:
         found = self._load(signature, target)
         if found is None:
-            # Loops do not call each other in a circle, so that no two processes wait for each other.
-            with suppress(OSError, NotImplementedError):  # a file system without locks, or a process that has stopped
+            # Loops do not call each other in a circle, so that no two processes wait
+            # for each other. a file system without locks, or a process that has stopped
+            with suppress(OSError, NotImplementedError):
                 _locator().ensure_cache_path()
                 self._lock.acquire()
                 found = self._load(signature, target)
@@ -127,8 +151,10 @@ class _Cache(FunctionCache):
         return None
 
     def save_overload(self, signature: Signature, code: CompileResult) -> None:
-        if self._lock.is_locked:  # otherwise, two processes could mix up the code of two signatures
-            with suppress(OSError):  # disk full, or a folder that was deleted: the next process compiles
+        # otherwise, two processes could mix up the code of two signatures
+        if self._lock.is_locked:
+            # disk full, or a folder that was deleted: the next process compiles
+            with suppress(OSError):
                 super().save_overload(signature, code)
             self._lock.release()
 
@@ -144,12 +170,15 @@ def _announce() -> None:
 
 @cache
 def _digest() -> str:
-    return sha256(b"".join(source.read_bytes() for source in sorted(_ROOM.rglob("*.py")))).hexdigest()
+    return sha256(
+        b"".join(source.read_bytes() for source in sorted(_ROOM.rglob("*.py")))
+    ).hexdigest()
 
 
 @cache
 def _locator() -> _CacheLocator:
-    """Return what numba finds the place of this module's code with; raise a RuntimeError if none is writable."""
+    """Return what numba finds the place of this module's code with; raise a
+    RuntimeError if none is writable."""
     try:
         return FunctionCache(cached_njit)._impl.locator
     except RuntimeError:  # neither beside the sources nor at home
@@ -157,7 +186,8 @@ def _locator() -> _CacheLocator:
             private = Path(tempfile.gettempdir(), f"rlbuf_td_{os.getuid()}")
             private.mkdir(mode=0o700, exist_ok=True)
             status = private.lstat()
-            if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # private: numba unpickles these files
+            # private: numba unpickles these files
+            if status.st_uid == os.getuid() and not status.st_mode & 0o022:
                 config.CACHE_DIR = str(private)
         return FunctionCache(cached_njit)._impl.locator
 

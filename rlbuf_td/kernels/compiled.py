@@ -1,7 +1,7 @@
 """Helpers of the numba loops: decorators, and access to memory by address.
 
-Numba often takes longer to convert an array argument than to run a whole loop. Loops therefore take memory
-addresses; the caller must keep the memory alive.
+Numba often takes longer to convert an array argument than to run a whole loop. Loops
+therefore take memory addresses; the caller must keep the memory alive.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ from numba.extending import intrinsic
 
 from rlbuf_td.kernels.code_cache import cached_njit
 
-#: Decorates a loop. The Python error model would check each division for zero, which prevents vectorisation.
+#: Decorates a loop. The Python error model would check each division for zero, which
+# prevents vectorisation.
 kernel = cached_njit(nogil=True, error_model="numpy")
-#: Decorates a part of loops, which is compiled within each of them: compiling it by itself, too, takes more time.
+#: Decorates a part of loops, which is compiled within each of them: compiling it by
+# itself, too, takes more time.
 inlined = njit(inline="always")
 
 
 class Place(NamedTuple):
-    """Where an instruction stands: what emits its code, and the types of its arguments."""
+    """Where an instruction stands: what emits its code, and the types of its
+    arguments."""
 
     context: BaseContext
     builder: ir.IRBuilder
     kinds: tuple[types.Type, ...]
 
 
-def instruction(typed: Callable[..., Signature]) -> Callable[[Callable[..., ir.Value | None]], Callable[..., Any]]:
-    """Return a decorator of a function that emits the code of an instruction, and returns its value, if it has one.
+def instruction(
+    typed: Callable[..., Signature],
+) -> Callable[[Callable[..., ir.Value | None]], Callable[..., Any]]:
+    """Return a decorator of a function that emits the code of an instruction, and
+    returns its value, if it has one.
 
     ``typed`` returns the signature of the instruction for the types of its arguments.
     """
@@ -43,9 +49,14 @@ def instruction(typed: Callable[..., Signature]) -> Callable[[Callable[..., ir.V
     def decorate(emit: Callable[..., ir.Value | None]) -> Callable[..., Any]:
         @intrinsic
         @wraps(emit)  # numba reads the number of arguments from the function
-        def found(typing_context: object, *kinds: types.Type) -> tuple[Signature, Callable[..., ir.Value]]:
+        def found(
+            typing_context: object, *kinds: types.Type
+        ) -> tuple[Signature, Callable[..., ir.Value]]:
             def generate(
-                context: BaseContext, builder: ir.IRBuilder, signature: Signature, values: list[ir.Value]
+                context: BaseContext,
+                builder: ir.IRBuilder,
+                signature: Signature,
+                values: list[ir.Value],
             ) -> ir.Value:
                 value = emit(Place(context, builder, signature.args), *values)
                 return context.get_dummy_value() if value is None else value
@@ -75,9 +86,13 @@ def address_of(at: Place, array: ir.Value) -> ir.Value:
     return at.builder.ptrtoint(found.data, ir.IntType(64))
 
 
-@instruction(lambda target, source, count: types.void(types.int64, types.int64, types.int64))
+@instruction(
+    lambda target, source, count: types.void(types.int64, types.int64, types.int64)
+)
 def copy_bytes(at: Place, target: ir.Value, source: ir.Value, count: ir.Value) -> None:
-    to, since = (at.builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
+    to, since = (
+        at.builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source)
+    )
     cgutils.raw_memcpy(at.builder, to, since, count, 1)
 
 
@@ -88,9 +103,14 @@ _VECTOR = ir.VectorType(ir.IntType(64), 4)
 @instruction(lambda target, source: types.void(types.int64, types.int64))
 def _stream_half_line(at: Place, target: ir.Value, source: ir.Value) -> None:
     builder = at.builder
-    to, since = (builder.inttoptr(address, ir.PointerType(_VECTOR)) for address in (target, source))
+    to, since = (
+        builder.inttoptr(address, ir.PointerType(_VECTOR))
+        for address in (target, source)
+    )
     written = builder.store(builder.load(since, align=1), to, align=_LINE // 2)
-    written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+    written.set_metadata(
+        "nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+    )
 
 
 @instruction(lambda: types.void())
@@ -100,7 +120,8 @@ def finish_streams(at: Place) -> None:
 
 @instruction(lambda: types.void())
 def barrier(at: Place) -> None:
-    """Keep the order of the stores before and after, as another process finds them if this one dies."""
+    """Keep the order of the stores before and after, as another process finds them if
+    this one dies."""
     at.builder.fence("acq_rel")
 
 
@@ -108,78 +129,112 @@ def barrier(at: Place) -> None:
 def prefetch(at: Place, address: ir.Value) -> None:
     line = at.builder.inttoptr(address, cgutils.voidptr_t)
     kind = ir.FunctionType(ir.VoidType(), [line.type, *[ir.IntType(32)] * 3])
-    function = cgutils.get_or_insert_function(at.builder.module, kind, "llvm.prefetch.p0")
-    for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+    function = cgutils.get_or_insert_function(
+        at.builder.module, kind, "llvm.prefetch.p0"
+    )
+    for_reading, keep, data = (
+        ir.Constant(ir.IntType(32), value) for value in (0, 3, 1)
+    )
     at.builder.call(function, [line, for_reading, keep, data])
 
 
 @instruction(lambda address: types.void(types.int64))
 def touch(at: Place, address: ir.Value) -> None:
-    """Load the byte at an address and discard it. Processors drop some of many prefetches, but never a load."""
+    """Load the byte at an address and discard it. Processors drop some of many
+    prefetches, but never a load."""
     place = at.builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
-    # The compiler removes a plain load that nobody reads; "monotonic" is the cheapest that it keeps (1: any place).
+    # The compiler removes a plain load that nobody reads; "monotonic" is the cheapest
+    # that it keeps (1: any place).
     at.builder.load_atomic(place, "monotonic", 1)
 
 
 @instruction(lambda address, kind: kind.dtype(types.int64, kind))
 def load(at: Place, address: ir.Value, kind: ir.Value) -> ir.Value:
     dtype = at.kinds[1].dtype
-    place = at.builder.inttoptr(address, ir.PointerType(at.context.get_data_type(dtype)))
+    place = at.builder.inttoptr(
+        address, ir.PointerType(at.context.get_data_type(dtype))
+    )
     return at.context.unpack_value(at.builder, dtype, place)
 
 
 @instruction(lambda address, bound: types.uint64(types.int64, types.float64))
 def count_sums(at: Place, address: ir.Value, bound: ir.Value) -> ir.Value:
-    """Count the cumulative sums, float64, of the 16 float32 numbers at an address that are at most ``bound``."""
+    """Count the cumulative sums, float64, of the 16 float32 numbers at an address that
+    are at most ``bound``."""
     builder, numbers = at.builder, ir.VectorType(ir.FloatType(), 16)
     lanes, sums = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.DoubleType(), 16)
     place = builder.inttoptr(address, ir.PointerType(numbers))
     total = builder.fpext(builder.load(place, align=4), sums)
-    for step in (1, 2, 4, 8):  # add to each sum the one that is ``step`` lanes before it, or 0
-        before = ir.Constant(lanes, [lane - step if lane >= step else 16 for lane in range(16)])
-        total = builder.fadd(total, builder.shuffle_vector(total, ir.Constant(sums, [0.0] * 16), before))
-    first = builder.insert_element(ir.Constant(sums, ir.Undefined), bound, ir.IntType(32)(0))
+    # add to each sum the one that is ``step`` lanes before it, or 0
+    for step in (1, 2, 4, 8):
+        before = ir.Constant(
+            lanes, [lane - step if lane >= step else 16 for lane in range(16)]
+        )
+        total = builder.fadd(
+            total, builder.shuffle_vector(total, ir.Constant(sums, [0.0] * 16), before)
+        )
+    first = builder.insert_element(
+        ir.Constant(sums, ir.Undefined), bound, ir.IntType(32)(0)
+    )
     bounds = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 16))
     found = builder.bitcast(builder.fcmp_ordered("<=", total, bounds), ir.IntType(16))
     return builder.zext(builder.ctpop(found), ir.IntType(64))
 
 
 def _fields(address: types.Type, i: types.Type, kind: types.Type) -> Signature:
-    found = types.NamedUniTuple(types.int64, len(kind.instance_class._fields), kind.instance_class)
+    found = types.NamedUniTuple(
+        types.int64, len(kind.instance_class._fields), kind.instance_class
+    )
     return found(types.int64, types.int64, kind)
 
 
 @instruction(_fields)
 def load_fields(at: Place, address: ir.Value, i: ir.Value, kind: ir.Value) -> ir.Value:
-    """Load element ``i`` of an array of NamedTuples ``kind`` of int64. It stays in registers when memory is written."""
-    number, count, builder = ir.IntType(64), len(at.kinds[2].instance_class._fields), at.builder
-    array, first = builder.inttoptr(address, ir.PointerType(number)), builder.mul(i, number(count))
-    places = (builder.gep(array, [builder.add(first, number(field))]) for field in range(count))
+    """Load element ``i`` of an array of NamedTuples ``kind`` of int64. It stays in
+    registers when memory is written."""
+    number, count, builder = (
+        ir.IntType(64),
+        len(at.kinds[2].instance_class._fields),
+        at.builder,
+    )
+    array, first = (
+        builder.inttoptr(address, ir.PointerType(number)),
+        builder.mul(i, number(count)),
+    )
+    places = (
+        builder.gep(array, [builder.add(first, number(field))])
+        for field in range(count)
+    )
     return cgutils.pack_array(builder, [builder.load(place) for place in places])
 
 
 @instruction(lambda address, value, kind: types.void(types.int64, kind.dtype, kind))
 def store(at: Place, address: ir.Value, value: ir.Value, kind: ir.Value) -> None:
     dtype = at.kinds[2].dtype
-    place = at.builder.inttoptr(address, ir.PointerType(at.context.get_data_type(dtype)))
+    place = at.builder.inttoptr(
+        address, ir.PointerType(at.context.get_data_type(dtype))
+    )
     at.context.pack_value(at.builder, dtype, value, place)
 
 
 _ON_BYTES = types.int64, types.int64, types.int64
-move_bytes = types.ExternalFunction("memmove", types.int64(*_ON_BYTES))  # as copy_bytes, but the ranges may overlap
+# as copy_bytes, but the ranges may overlap
+move_bytes = types.ExternalFunction("memmove", types.int64(*_ON_BYTES))
 _compare_bytes = types.ExternalFunction("memcmp", types.int32(*_ON_BYTES))
 
 
 @inlined
 def same_bytes(first, second, count):
-    if count >= 8 and load(first, np.int64) != load(second, np.int64):  # most differences are in the first bytes
+    # most differences are in the first bytes
+    if count >= 8 and load(first, np.int64) != load(second, np.int64):
         return False
     return count == 8 or count == 0 or _compare_bytes(first, second, count) == 0
 
 
 @inlined
 def stream_bytes(target, source, count):
-    """Copy bytes past the caches; other threads can rely on them only after :func:`finish_streams`."""
+    """Copy bytes past the caches; other threads can rely on them only after
+    :func:`finish_streams`."""
     head = min(-target % _LINE, count)
     copy_bytes(target, source, head)
     last = count - (count - head) % _LINE

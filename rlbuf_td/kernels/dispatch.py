@@ -1,10 +1,12 @@
 """Selects the backend of each operation.
 
 - ``"numba"``: compiled loops, for memory on the CPU.
-- ``"torch"``: the reference implementation, for all other memory, under ``torch.compile``, and without numba, which
-  does not know the newest Python for some months.
+- ``"torch"``: the reference implementation, for all other memory, under
+  ``torch.compile``, and without numba, which does not know the newest Python for some
+  months.
 
-Importing numba takes a second, so compiled modules are imported only when they are needed.
+Importing numba takes a second, so compiled modules are imported only when they are
+needed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from functools import cache, wraps
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    get_type_hints,
+)
 
 import numpy as np
 import torch
@@ -33,8 +43,13 @@ Method = TypeVar("Method", bound=Callable[..., object])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-#: Why nothing can be compiled in this process; "" if loops can be. ``NUMBA_DISABLE_JIT=1`` is for debuggers.
-OFF = "NUMBA_DISABLE_JIT is set" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else ""
+#: Why nothing can be compiled in this process; "" if loops can be.
+# ``NUMBA_DISABLE_JIT=1`` is for debuggers.
+OFF = (
+    "NUMBA_DISABLE_JIT is set"
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+    else ""
+)
 if not OFF and find_spec("numba") is None:
     OFF = f"numba is not installed for Python {platform.python_version()}"
     warnings.warn(
@@ -57,20 +72,27 @@ def backend_of(memory: Tensor) -> Backend:
 
 
 def uses_numba(device: torch.device) -> bool:
-    """Whether compiled loops will work on an object that is made now for memory on ``device``."""
+    """Whether compiled loops will work on an object that is made now for memory on
+    ``device``."""
     return device.type == "cpu" if _forced is None else _forced == "numba"
 
 
 def refuse_without_compiler(what: str) -> None:
     """Raise an error if nothing can be compiled: ``what`` has no form in torch."""
     if OFF:
-        raise RuntimeError(f"{what} compiled loops, and {OFF}: install numba, and unset NUMBA_DISABLE_JIT")
+        raise RuntimeError(
+            f"{what} compiled loops, and {OFF}: install numba, and unset NUMBA_DISABLE_JIT"
+        )
 
 
-def untraced(reason: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Return a decorator like ``torch.compiler.disable``, with less to do in a process that traces nothing.
+def untraced(
+    reason: str,
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Return a decorator like ``torch.compiler.disable``, with less to do in a process
+    that traces nothing.
 
-    What that one does in each call takes a tenth of the time of a sample in a learner's loop.
+    What that one does in each call takes a tenth of the time of a sample in a learner's
+    loop.
     """
 
     def decorate(method: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -83,7 +105,11 @@ def untraced(reason: str) -> Callable[[Callable[Given, Result]], Callable[Given,
 
         @wraps(method)
         def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-            return method(*args, **kwargs) if tracer() is None else outside(*args, **kwargs)
+            return (
+                method(*args, **kwargs)
+                if tracer() is None
+                else outside(*args, **kwargs)
+            )
 
         call._torchdynamo_disable_msg = reason  # pyrefly: ignore [missing-attribute]
         return skip(call)
@@ -92,7 +118,8 @@ def untraced(reason: str) -> Callable[[Callable[Given, Result]], Callable[Given,
 
 
 def import_kernels() -> None:
-    """Import all kernels now. A child that is forked while a thread imports one could never import it."""
+    """Import all kernels now. A child that is forked while a thread imports one could
+    never import it."""
     if _forced == "torch":
         return
     room = str(Path(__file__).parent)
@@ -101,7 +128,8 @@ def import_kernels() -> None:
 
 
 def compiled_form_of(*methods: str) -> Callable[[Method], Method]:
-    """Mark a method ``bind_...`` as the compiled form of ``methods`` of the same part."""
+    """Mark a method ``bind_...`` as the compiled form of ``methods`` of the same
+    part."""
 
     def mark(bind: Method) -> Method:
         bind.implements = frozenset(methods)  # pyrefly: ignore [missing-attribute]
@@ -111,12 +139,17 @@ def compiled_form_of(*methods: str) -> Callable[[Method], Method]:
 
 
 def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
-    """Return the method ``name`` of a part, or None if there is none, or a method that it implements is overridden."""
+    """Return the method ``name`` of a part, or None if there is none, or a method that
+    it implements is overridden."""
     overridden = set(vars(part))
     for cls in type(part).__mro__:
         bind = vars(cls).get(name)
         if bind is not None:
-            return None if getattr(bind, "implements", frozenset()) & overridden else getattr(part, name)
+            return (
+                None
+                if getattr(bind, "implements", frozenset()) & overridden
+                else getattr(part, name)
+            )
         overridden |= vars(cls).keys()
     return None
 
@@ -128,24 +161,33 @@ def record_of(dtype: np.dtype, **fields: float) -> np.ndarray:
 
 @cache
 def loop(module: str, name: str, **examples: object) -> Callable[..., Any]:
-    """Return the :func:`machine_code` of a loop in a module of this room, which is imported when it is needed."""
-    return machine_code(getattr(importlib.import_module(f"{__package__}.{module}"), name), **examples)
+    """Return the :func:`machine_code` of a loop in a module of this room, which is
+    imported when it is needed."""
+    return machine_code(
+        getattr(importlib.import_module(f"{__package__}.{module}"), name), **examples
+    )
 
 
 @torch.compiler.disable(reason="torch.compile would trace numba's compiler")
 def machine_code(loop: Dispatcher, **examples: object) -> Callable[..., Any]:
-    """Compile a numba loop for the types of its arguments, and return the compiled function.
+    """Compile a numba loop for the types of its arguments, and return the compiled
+    function.
 
-    A parameter has the type of its example, otherwise that of its annotation (a type of numbers, or a NamedTuple of
-    them), and without an annotation it is an int: an address or a count.
+    A parameter has the type of its example, otherwise that of its annotation (a type of
+    numbers, or a NamedTuple of them), and without an annotation it is an int: an
+    address or a count.
 
-    In a training loop, a call of the returned function takes 5 us less than a call of ``loop``, which first looks at
-    the types of its arguments. It takes positional arguments, and does not check the types of tuples.
+    In a training loop, a call of the returned function takes 5 us less than a call of
+    ``loop``, which first looks at the types of its arguments. It takes positional
+    arguments, and does not check the types of tuples.
     """
     from numba import typeof
 
     kinds = get_type_hints(loop.py_func)
-    given = {name: _example_of(kinds.get(name, int)) for name in signature(loop.py_func).parameters} | examples
+    given = {
+        name: _example_of(kinds.get(name, int))
+        for name in signature(loop.py_func).parameters
+    } | examples
     return loop.compile(tuple(map(typeof, given.values())))
 
 

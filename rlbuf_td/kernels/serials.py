@@ -1,18 +1,22 @@
-"""What compiled loops read and change of a :class:`~rlbuf_td.storages.ring.Ring`: its block of int64 numbers."""
+"""What compiled loops read and change of a :class:`~rlbuf_td.storages.ring.Ring`: its
+block of int64 numbers."""
 
-#: Rows of ``Ring.head``, ``[5, E]``: the oldest live serial; the number of rows ever written; the serial from which on
-#: rows are in time order; and two rows from `FOLLOWING` on, what the next row of each lane continues, see
+#: Rows of ``Ring.head``, ``[5, E]``: the oldest live serial; the number of rows ever
+# written; the serial from which on : rows are in time order; and two rows from
+# `FOLLOWING` on, what the next row of each lane continues, see :
 #: :mod:`rlbuf_td.kernels.episodes`.
 TAIL, WRITTEN, ORDERED, FOLLOWING = range(4)
-#: The first row, after those of the head, of the head after a write; the row with ``written`` before the write; and
-#: the row with the serials up to which episodes have been noted, where these are computed later (otherwise -1).
+#: The first row, after those of the head, of the head after a write; the row with
+# ``written`` before the write; and : the row with the serials up to which episodes have
+# been noted, where these are computed later (otherwise -1).
 AFTER, BEFORE, NOTED = 5, 10, 11
-#: The last words of the block: how often rows have changed; what a look-up of episodes must do before, see
-#: :mod:`rlbuf_td.storages.episodes`; how far a write has come; how often rows have been published or given up; and this
-#: number after the write.
+#: The last words of the block: how often rows have changed; what a look-up of episodes
+# must do before, see : :mod:`rlbuf_td.storages.episodes`; how far a write has come; how
+# often rows have been published or given up; and this : number after the write.
 REVISION, EPISODES_DUE, DIRTY, PUBLICATION, NEXT_PUBLICATION = range(-5, 0)
-#: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are live, but who is told of
-#: them may not know; the generations of rows to be replaced are -1, and these are copied.
+#: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are
+# live, but who is told of : them may not know; the generations of rows to be replaced
+# are -1, and these are copied.
 IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
 
 

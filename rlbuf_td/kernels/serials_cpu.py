@@ -1,4 +1,5 @@
-"""Compiled functions over the numbers of a ring, see :mod:`rlbuf_td.kernels.serials`."""
+"""Compiled functions over the numbers of a ring, see
+:mod:`rlbuf_td.kernels.serials`."""
 
 import numpy as np
 from numba import carray
@@ -32,10 +33,14 @@ def block_at(address, lanes):
 
 @inlined
 def longest_of(head, steps):
-    """Return the number of time steps up to the last slot in which any lane has a row."""
+    """Return the number of time steps up to the last slot in which any lane has a
+    row."""
     longest = np.int64(0)
     for e in range(head.shape[1]):
-        longest = max(longest, min(head[TAIL, e] % steps + head[WRITTEN, e] - head[TAIL, e], steps))
+        longest = max(
+            longest,
+            min(head[TAIL, e] % steps + head[WRITTEN, e] - head[TAIL, e], steps),
+        )
     return longest
 
 
@@ -43,7 +48,8 @@ def longest_of(head, steps):
 def begin_write(block, lanes, steps, more):
     """Implement ``Ring.begin`` for ``more[e]`` new rows of each lane ``e``."""
     after = AFTER * lanes
-    for i in range(after):  # numba compiles a copy of a slice for two seconds, for its error messages
+    # numba compiles a copy of a slice for two seconds, for its error messages
+    for i in range(after):
         block[after + i] = block[i]
     for e in range(lanes):
         tail, written = TAIL * lanes + e, WRITTEN * lanes + e
@@ -62,7 +68,8 @@ def begin_write(block, lanes, steps, more):
 
 @inlined
 def serial_of(head, steps, slot, lane):
-    """Return the serial that follows from a cell, below ``tail`` if its row is not live."""
+    """Return the serial that follows from a cell, below ``tail`` if its row is not
+    live."""
     newest = head[WRITTEN, lane] - 1
     ago = newest % steps - slot
     return newest - (ago + steps if ago < 0 else ago)
@@ -81,7 +88,8 @@ def stamp_of(batch, head, cell):
 
 @inlined
 def is_stale(batch, head, cell, stamp, written):
-    """Whether the row that had a stamp is gone; not for stamps of other rows in cells above ``written``."""
+    """Whether the row that had a stamp is gone; not for stamps of other rows in cells
+    above ``written``."""
     if stamp == stamp_of(batch, head, cell):
         return not batch.generations and stamp < head[TAIL, cell % head.shape[1]]
     return cell < written or stamp % batch.steps == cell // head.shape[1]

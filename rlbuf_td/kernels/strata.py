@@ -1,8 +1,10 @@
-"""Stratified sampling: the sum of all weights is divided into ``B`` equal segments, with one draw in each.
+"""Stratified sampling: the sum of all weights is divided into ``B`` equal segments,
+with one draw in each.
 
-A draw at position ``x`` selects the first row at which the cumulative sum of weights exceeds ``x``. The first draw is
-in a random segment. Each later draw is about ``0.618 * B`` segments further, modulo ``B``. Every part of a batch, such
-as a minibatch, therefore has draws from the whole buffer.
+A draw at position ``x`` selects the first row at which the cumulative sum of weights
+exceeds ``x``. The first draw is in a random segment. Each later draw is about
+``0.618 * B`` segments further, modulo ``B``. Every part of a batch, such as a
+minibatch, therefore has draws from the whole buffer.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The segment of the first draw is ``int(FIRST * first uniform number) % batch``. It depends on the last digits of the
-#: number, while the position within the segment depends on the leading digits.
+#: The segment of the first draw is ``int(FIRST * first uniform number) % batch``. It
+# depends on the last digits of the : number, while the position within the segment
+# depends on the leading digits.
 FIRST = 2.0**48
-#: Codes of ``weight_norm`` in compiled loops: the buffer's or the batch's largest importance weight is 1, or neither.
+#: Codes of ``weight_norm`` in compiled loops: the buffer's or the batch's largest
+# importance weight is 1, or neither.
 BY_BUFFER, BY_BATCH, BY_NONE = range(3)
 NORMS = {"buffer": BY_BUFFER, "batch": BY_BATCH, None: BY_NONE}
-#: Lower bound of the ratio of two rows' probabilities, and upper bound of the ratio of their importance weights.
+#: Lower bound of the ratio of two rows' probabilities, and upper bound of the ratio of
+# their importance weights.
 LEAST_RATIO, MOST_RATIO = 2.0**-126, 2.0**126
 _GOLDEN = 0.6180339887498949
 
 
 class DrawLaw(NamedTuple):
-    """How a compiled loop spreads draws over the segments, and weighs the drawn rows."""
+    """How a compiled loop spreads draws over the segments, and weighs the drawn
+    rows."""
 
     step: int  # the result of :func:`step_of`
     beta: float  # exponent of the importance weights
@@ -34,13 +40,15 @@ class DrawLaw(NamedTuple):
 
 
 def empty_draws(batch: int) -> tuple[Tensor, Tensor]:
-    """Return memory for the rows, ``[B]`` int64, and for the importance weights, ``[B]`` float32, of a draw."""
+    """Return memory for the rows, ``[B]`` int64, and for the importance weights,
+    ``[B]`` float32, of a draw."""
     index = torch.empty(batch, dtype=torch.int64, device="cpu")
     return index, torch.empty(batch, dtype=torch.float32, device="cpu")
 
 
 def step_of(batch: int, stratified: bool) -> int:
-    """Return the distance from one draw to the next, in segments; 0 if draws are not stratified."""
+    """Return the distance from one draw to the next, in segments; 0 if draws are not
+    stratified."""
     if not (batch and stratified):
         return 0
     step = max(1, round(_GOLDEN * batch))
@@ -53,17 +61,24 @@ def step_of(batch: int, stratified: bool) -> int:
 _known_step_of = cache(step_of)
 
 
-def law_of(batch: int, stratified: bool, beta: float | Tensor, norm: str | None) -> DrawLaw:
-    """Return how a compiled loop draws; the arguments are those of :func:`rlbuf_td.kernels.sum_tree.draw`."""
-    return tuple.__new__(DrawLaw, (_known_step_of(batch, stratified), float(beta), NORMS[norm]))  # pyrefly: ignore [bad-specialization]  # without a call more
+def law_of(
+    batch: int, stratified: bool, beta: float | Tensor, norm: str | None
+) -> DrawLaw:
+    """Return how a compiled loop draws; the arguments are those of
+    :func:`rlbuf_td.kernels.sum_tree.draw`."""
+    law = _known_step_of(batch, stratified), float(beta), NORMS[norm]
+    # without a call more
+    return tuple.__new__(DrawLaw, law)  # pyrefly: ignore [bad-specialization]
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:
-    """Return the positions of ``B`` draws, float64 in ``[0, total)``, from ``[B]`` uniform numbers in ``[0, 1)``."""
+    """Return the positions of ``B`` draws, float64 in ``[0, total)``, from ``[B]``
+    uniform numbers in ``[0, 1)``."""
     batch = uniform.shape[0]
     step = step_of(batch, stratified)
     if not step:
         return uniform * total
     first = (uniform[:1] * FIRST).to(torch.int64)
-    segment = (first + torch.arange(0, step * batch, step, device=uniform.device)) % batch
+    offset = torch.arange(0, step * batch, step, device=uniform.device)
+    segment = (first + offset) % batch
     return (segment + uniform) * (total / batch)

@@ -1,8 +1,9 @@
 """Copies large batches in several threads of this process.
 
-The threads are those of a pool of this module, which take parts of a batch until none is left, and so does the calling
-thread. A call waits only for parts that have begun. On a busy machine even that can take longer than one thread takes
-for the whole batch. Each size of a batch therefore has a :class:`_Record` of its calls.
+The threads are those of a pool of this module, which take parts of a batch until none
+is left, and so does the calling thread. A call waits only for parts that have begun. On
+a busy machine even that can take longer than one thread takes for the whole batch. Each
+size of a batch therefore has a :class:`_Record` of its calls.
 """
 
 from __future__ import annotations
@@ -19,26 +20,37 @@ from time import perf_counter
 
 import torch
 
-LARGE = 2 << 20  # bytes of the smallest batch that several threads copy: one that sleeps takes 0.1 ms to wake up
+# bytes of the smallest batch that several threads copy: one that sleeps takes 0.1 ms to
+# wake up
+LARGE = 2 << 20
 _PARTS = 4  # per thread
 _FIRST, _MOST_ALONE, _MOST_RECORDS = 2, 127, 64
 
 
 class _Record:
-    """Decides whether the next call uses threads: not while they take longer than one thread takes.
+    """Decides whether the next call uses threads: not while they take longer than one
+    thread takes.
 
-    After a call in threads that took longer, one call follows in one thread, after the next one 3, then 7, ..., 127.
+    After a call in threads that took longer, one call follows in one thread, after the
+    next one 3, then 7, ..., 127.
     """
 
     def __init__(self) -> None:
-        self.alone, self.pause, self.left = inf, 0, _FIRST  # seconds with one thread; calls in one thread
+        # seconds with one thread; calls in one thread
+        self.alone, self.pause, self.left = inf, 0, _FIRST
 
     def note(self, seconds: float, in_threads: bool) -> None:
         if in_threads:
-            self.pause = min(2 * self.pause + 1, _MOST_ALONE) if seconds > self.alone else 0
+            self.pause = (
+                min(2 * self.pause + 1, _MOST_ALONE) if seconds > self.alone else 0
+            )
             self.left = self.pause
         else:
-            self.alone = seconds if self.alone == inf else min(seconds, (3 * self.alone + seconds) / 4)
+            self.alone = (
+                seconds
+                if self.alone == inf
+                else min(seconds, (3 * self.alone + seconds) / 4)
+            )
             self.left -= 1
 
 
@@ -53,11 +65,14 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
-def all_parts(work: Callable[[int, int], bool], begin: int, end: int, nbytes: int) -> bool:
-    """Call ``work(first, past)`` for parts of ``range(begin, end)``, in up to ``torch.get_num_threads()`` threads.
+def all_parts(
+    work: Callable[[int, int], bool], begin: int, end: int, nbytes: int
+) -> bool:
+    """Call ``work(first, past)`` for parts of ``range(begin, end)``, in up to
+    ``torch.get_num_threads()`` threads.
 
-    Return whether all calls returned True. ``nbytes`` is the size of the batch. When an exception leaves this function,
-    such as Ctrl-C, no thread works any more.
+    Return whether all calls returned True. ``nbytes`` is the size of the batch. When an
+    exception leaves this function, such as Ctrl-C, no thread works any more.
     """
     threads = 1 if nbytes < LARGE else min(torch.get_num_threads(), os.cpu_count() or 1)
     if threads == 1:
@@ -66,12 +81,16 @@ def all_parts(work: Callable[[int, int], bool], begin: int, end: int, nbytes: in
         _records.clear()
     record, began = _records.setdefault(nbytes, _Record()), perf_counter()
     in_threads = record.left <= 0
-    found = _work_together(work, begin, end, threads) if in_threads else work(begin, end)
+    found = (
+        _work_together(work, begin, end, threads) if in_threads else work(begin, end)
+    )
     record.note(perf_counter() - began, in_threads)
     return found
 
 
-def _work_together(work: Callable[[int, int], bool], begin: int, end: int, threads: int) -> bool:
+def _work_together(
+    work: Callable[[int, int], bool], begin: int, end: int, threads: int
+) -> bool:
     size = -(-(end - begin) // (threads * _PARTS))
     parts, found = deque(range(begin, end, size)), []
     helpers: list[Event] = []  # of the threads that have begun; set when they end
@@ -85,7 +104,8 @@ def _work_together(work: Callable[[int, int], bool], begin: int, end: int, threa
 
     def help_out() -> None:
         ended = Event()
-        helpers.append(ended)  # before it takes a part: `_stop` waits for it, even if Ctrl-C ends `submit`
+        # before it takes a part: `_stop` waits for it, even if Ctrl-C ends `submit`
+        helpers.append(ended)
         try:
             take()
         except BaseException as error:  # noqa: BLE001  the calling thread raises it
@@ -106,7 +126,8 @@ def _work_together(work: Callable[[int, int], bool], begin: int, end: int, threa
 
 
 def _stop(parts: deque[int], helpers: list[Event]) -> None:
-    """Wait until no thread works any more, also if Ctrl-C comes: the caller may then free the memory of the batch."""
+    """Wait until no thread works any more, also if Ctrl-C comes: the caller may then
+    free the memory of the batch."""
     try:
         parts.clear()
         for ended in helpers:

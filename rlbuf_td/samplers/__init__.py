@@ -1,20 +1,25 @@
 """Samplers, which choose the rows of a batch.
 
-A sampler's ``draw(storage, batch_size)`` returns *flat rows* (indices of the flattened storage, ``[B]`` int64), and an
-info dict of further batch entries, such as ``"priority_weight"``: see :class:`RowSampler`. All random numbers come from
-one ``torch.Generator`` (the sampler's ``_rng``, or torch's default generator), so a seed determines the batches.
+A sampler's ``draw(storage, batch_size)`` returns *flat rows* (indices of the flattened
+storage, ``[B]`` int64), and an info dict of further batch entries, such as
+``"priority_weight"``: see :class:`RowSampler`. All random numbers come from one
+``torch.Generator`` (the sampler's ``_rng``, or torch's default generator), so a seed
+determines the batches.
 
-**Prioritized samplers** have a *rule* that converts TD errors to probabilities. :class:`ProportionalSampler` stores
-powers of the TD errors in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
-errors (:mod:`rlbuf_td.kernels.rank_order`). By default, a new row gets the largest ``|td_error|`` seen so far, and
-draws are stratified: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with
-``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
+**Prioritized samplers** have a *rule* that converts TD errors to probabilities.
+:class:`ProportionalSampler` stores powers of the TD errors in a sum tree
+(:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD errors
+(:mod:`rlbuf_td.kernels.rank_order`). By default, a new row gets the largest
+``|td_error|`` seen so far, and draws are stratified: one row is drawn from each of
+``B`` segments of equal probability. To read the code, begin with ``priorities.py``,
+``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
-**Wrappers** change the batch of another sampler. :class:`HindsightSampler` and :class:`NStepSampler` replace
-or add entries, :class:`SequenceSampler` expands each drawn row to a window of rows, :class:`EpisodeSampler` to its
-whole episode, and :class:`FreshRowsSampler` replaces some drawn rows by newly written rows. The innermost sampler draws
-rows; then each wrapper, from the inside out, changes the batch. To read the code, begin with ``wrapper.py`` and
-``n_step.py``.
+**Wrappers** change the batch of another sampler. :class:`HindsightSampler` and
+:class:`NStepSampler` replace or add entries, :class:`SequenceSampler` expands each
+drawn row to a window of rows, :class:`EpisodeSampler` to its whole episode, and
+:class:`FreshRowsSampler` replaces some drawn rows by newly written rows. The innermost
+sampler draws rows; then each wrapper, from the inside out, changes the batch. To read
+the code, begin with ``wrapper.py`` and ``n_step.py``.
 """
 
 from rlbuf_td.samplers.episode import EpisodeSampler
@@ -34,6 +39,19 @@ from rlbuf_td.samplers.uniform import UniformSampler
 UniformSampler.without_replacement = MinibatchSampler
 EpisodeSampler.default = UniformSampler
 
-__all__ = ["EpisodeSampler", "FreshRowsSampler", "HindsightSampler", "MinibatchSampler", "NStepSampler"]
-__all__ += ["ProportionalSampler", "QueueSampler", "RankSampler", "RecencySampler", "RowSampler", "SequenceSampler"]
+__all__ = [
+    "EpisodeSampler",
+    "FreshRowsSampler",
+    "HindsightSampler",
+    "MinibatchSampler",
+    "NStepSampler",
+]
+__all__ += [
+    "ProportionalSampler",
+    "QueueSampler",
+    "RankSampler",
+    "RecencySampler",
+    "RowSampler",
+    "SequenceSampler",
+]
 __all__ += ["UniformSampler", "gymnasium_reward_fn", "gymnasium_terminated_fn"]

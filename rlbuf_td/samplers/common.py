@@ -1,4 +1,5 @@
-"""Base classes of samplers, their random numbers, and checks of settings and TD errors."""
+"""Base classes of samplers, their random numbers, and checks of settings and TD
+errors."""
 
 from __future__ import annotations
 
@@ -23,22 +24,28 @@ from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
 
 EMPTY = "Cannot sample from an empty storage: extend the buffer first"
-NO_PRIORITY = "no row has a positive priority: set a TD error other than 0, or use eps > 0"
+NO_PRIORITY = (
+    "no row has a positive priority: set a TD error other than 0, or use eps > 0"
+)
 
 
 class OwnSignature:
-    """Descriptor for ``__signature__``: shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
+    """Descriptor for ``__signature__``: shows the arguments of ``__init__``, which
+    TorchRL's metaclasses hide."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if owner.__init__ is object.__init__:
             return inspect.Signature()
         signature = inspect.signature(owner.__init__)
         _, *others = signature.parameters.values()
-        return signature.replace(parameters=others, return_annotation=inspect.Signature.empty)
+        return signature.replace(
+            parameters=others, return_annotation=inspect.Signature.empty
+        )
 
 
 class Setting:
-    """Descriptor of a sampler's setting: ``check(name, value)`` validates and converts each assigned value."""
+    """Descriptor of a sampler's setting: ``check(name, value)`` validates and converts
+    each assigned value."""
 
     def __init__(self, check: Callable[[str, object], object], is_fixed: bool) -> None:
         self._check, self._is_fixed = check, is_fixed
@@ -48,7 +55,9 @@ class Setting:
 
     def __set__(self, part: Any, value: object) -> None:
         if self._is_fixed and self._name in part.__dict__:
-            raise AttributeError(f"{self._name} is fixed when a {type(part).__name__} is created: create another one")
+            raise AttributeError(
+                f"{self._name} is fixed when a {type(part).__name__} is created: create another one"
+            )
         part.__dict__[self._name] = self._check(self._name, value)
         part.settings_changed()
 
@@ -61,22 +70,29 @@ class StatefulSampler(Sampler):
     """Abstract base of this package's samplers; saves and restores their settings."""
 
     __signature__ = OwnSignature()
-    _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows; by default ``state_keys``
-    state_keys: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
+    # the attributes that ``repr`` shows; by default ``state_keys``
+    _shown: ClassVar[tuple[str, ...]] = ()
+    # the attributes that may be set at any time; saved in the state
+    state_keys: ClassVar[tuple[str, ...]] = ()
     needs_order: bool = False  # whether the sampler needs rows in time order
-    needs_episodes: bool = False  # whether the sampler looks up episodes, which only a PackedStorage keeps
-    requires_shared_state: bool = True  # whether draws change or read state that other processes would have to share
-    report_keys: frozenset[str] = frozenset()  # the entries, besides "index", that the sampler adds to each batch
+    # whether the sampler looks up episodes, which only a PackedStorage keeps
+    needs_episodes: bool = False
+    # whether draws change or read state that other processes would have to share
+    requires_shared_state: bool = True
+    # the entries, besides "index", that the sampler adds to each batch
+    report_keys: frozenset[str] = frozenset()
 
     def settings_changed(self) -> None:
-        """Update the values that depend on settings; each change of a setting calls this method."""
+        """Update the values that depend on settings; each change of a setting calls
+        this method."""
 
     def _settings(self) -> State:
         return {name: getattr(self, name) for name in self.state_keys}
 
     @contextmanager
     def _set(self, settings: State) -> Iterator[None]:
-        """Change settings one by one, and restore the old ones if one is refused or the ``with`` block raises."""
+        """Change settings one by one, and restore the old ones if one is refused or the
+        ``with`` block raises."""
         before = self._settings()
         try:
             for name, value in settings.items():
@@ -96,16 +112,22 @@ class StatefulSampler(Sampler):
         return _copy_of(self.snapshot())
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a setting is out of range."""
-        with state_of(self), self._set({name: _copy_of(state_dict[name]) for name in self.state_keys}):
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a
+        setting is out of range."""
+        with (
+            state_of(self),
+            self._set({name: _copy_of(state_dict[name]) for name in self.state_keys}),
+        ):
             pass
 
     def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
+        """Save the state in the folder ``path``, as
+        :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
         save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Restore the dump in ``path``. Raises CheckpointError, and changes nothing, if another class saved it."""
+        """Restore the dump in ``path``. Raises CheckpointError, and changes nothing, if
+        another class saved it."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
     def add(self, index: object) -> None:
@@ -117,7 +139,10 @@ class StatefulSampler(Sampler):
         return self.__dict__ | {"_rng": None}
 
     def __repr__(self) -> str:
-        shown = (f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._shown or self.state_keys)
+        shown = (
+            f"{name.lstrip('_')}={getattr(self, name)!r}"
+            for name in self._shown or self.state_keys
+        )
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -126,16 +151,26 @@ def _copy_of(state: object) -> Any:
 
 
 def refuse_other_storage(sampler: Sampler, storage: Storage) -> None:
-    """Raise a TypeError if the sampler looks up episodes, and the storage is no :class:`PackedStorage`."""
+    """Raise a TypeError if the sampler looks up episodes, and the storage is no
+    :class:`PackedStorage`."""
     if getattr(sampler, "needs_episodes", False):
         kinds = "UniformSampler, ProportionalSampler, RankSampler, RecencySampler or MinibatchSampler"
-        require_packed(storage, f"a {type(sampler).__name__} looks up episodes and", f"use one, or a {kinds}")
+        require_packed(
+            storage,
+            f"a {type(sampler).__name__} looks up episodes and",
+            f"use one, or a {kinds}",
+        )
 
 
 def refuse_disorder(sampler: Sampler, storage: Storage) -> None:
-    """Raise a ValueError if the sampler needs rows in time order, and the rows of the storage are not."""
-    if getattr(sampler, "needs_order", False) and not getattr(storage, "in_time_order", True):
-        raise ValueError(f"a {type(sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
+    """Raise a ValueError if the sampler needs rows in time order, and the rows of the
+    storage are not."""
+    if getattr(sampler, "needs_order", False) and not getattr(
+        storage, "in_time_order", True
+    ):
+        raise ValueError(
+            f"a {type(sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}"
+        )
 
 
 class OneStorage:
@@ -152,7 +187,8 @@ class OneStorage:
         self.__dict__.clear()
 
     def claim(self, storage: Storage) -> None:
-        """Serve only ``storage`` from now on; raise a ValueError if another storage is served and still exists."""
+        """Serve only ``storage`` from now on; raise a ValueError if another storage is
+        served and still exists."""
         if self._storage() is storage:
             return
         if self._storage() is not None:
@@ -165,13 +201,17 @@ class OneStorage:
 
 
 def reported_by(sampler: Sampler) -> frozenset[str]:
-    """Return the names of the entries, besides "index", that a sampler adds to each batch."""
-    of_torchrl = frozenset({"priority_weight"} if isinstance(sampler, PrioritizedSampler) else ())
+    """Return the names of the entries, besides "index", that a sampler adds to each
+    batch."""
+    of_torchrl = frozenset(
+        {"priority_weight"} if isinstance(sampler, PrioritizedSampler) else ()
+    )
     return frozenset(getattr(sampler, "report_keys", of_torchrl))
 
 
 def stored_names(storage: Storage) -> Mapping[str, Any]:
-    """Return the names of the entries of a storage's rows, with their dtypes or tensors; empty without rows."""
+    """Return the names of the entries of a storage's rows, with their dtypes or
+    tensors; empty without rows."""
     layout = getattr(storage, "layout", None)
     if layout is not None:
         return layout.names
@@ -180,28 +220,37 @@ def stored_names(storage: Storage) -> Mapping[str, Any]:
 
 
 def refuse_stored(sampler: Sampler, storage: Storage) -> None:
-    """Raise a SchemaError if a stored entry has a name under which the sampler adds an entry to each batch."""
+    """Raise a SchemaError if a stored entry has a name under which the sampler adds an
+    entry to each batch."""
     refuse_taken(sampler, stored_names(storage), reported_by(sampler))
 
 
-def refuse_taken(sampler: Sampler, stored: Mapping[str, object], report_keys: Iterable[str]) -> None:
-    """Raise a SchemaError if ``stored``, which maps names to dtypes or tensors, has one of these names.
+def refuse_taken(
+    sampler: Sampler, stored: Mapping[str, object], report_keys: Iterable[str]
+) -> None:
+    """Raise a SchemaError if ``stored``, which maps names to dtypes or tensors, has one
+    of these names.
 
-    An entry ``"index"`` is refused only if it is no index: TorchRL's writers store the position of each row.
+    An entry ``"index"`` is refused only if it is no index: TorchRL's writers store the
+    position of each row.
     """
     for name in stored.keys() & report_keys:
         remedy = f"store it under another name, data.rename_key_({name!r}, 'my_{name}')"
         also = "or leave it out if it comes from a sampled batch"
         adds = f"a {type(sampler).__name__} adds an entry of this name to each batch"
-        raise SchemaError(f"the rows have an entry {name!r}, and {adds}: {remedy}, {also}")
+        raise SchemaError(
+            f"the rows have an entry {name!r}, and {adds}: {remedy}, {also}"
+        )
     if "index" in stored:
         refuse_other_index(stored["index"])
 
 
 def rows_drawn(sampler: Sampler, drawn: object) -> tuple[Tensor, Info]:
-    """Return the flat rows, ``[B]`` int64, and the further entries that a sampler's ``draw`` has returned.
+    """Return the flat rows, ``[B]`` int64, and the further entries that a sampler's
+    ``draw`` has returned.
 
-    A tensor of rows alone has no further entries. Raises a TypeError if ``draw`` returned something else.
+    A tensor of rows alone has no further entries. Raises a TypeError if ``draw``
+    returned something else.
     """
     flat, info = drawn if isinstance(drawn, tuple) and len(drawn) == 2 else (drawn, {})
     if not isinstance(info, dict):
@@ -210,19 +259,28 @@ def rows_drawn(sampler: Sampler, drawn: object) -> tuple[Tensor, Info]:
         return flat, info
     if isinstance(flat, Tensor):
         got = f"{flat.dtype} of shape {[*flat.shape]}"
-        remedy = "return rows.to(torch.int64).flatten(), flat indices below len(storage)"
+        remedy = (
+            "return rows.to(torch.int64).flatten(), flat indices below len(storage)"
+        )
     else:
-        names = [type(part).__name__ for part in flat] if isinstance(flat, tuple) else []
+        names = (
+            [type(part).__name__ for part in flat] if isinstance(flat, tuple) else []
+        )
         got = f"a tuple ({', '.join(names)})" if names else type(flat).__name__
-        remedy = "return torch.as_tensor(rows), or (torch.as_tensor(rows), {name: entries})"
+        remedy = (
+            "return torch.as_tensor(rows), or (torch.as_tensor(rows), {name: entries})"
+        )
     name = type(sampler).__name__
     raise TypeError(
         f"draw() of {name} must return a tensor of rows, [B] int64, alone or with a dict, got {got}: {remedy}"
     )
 
 
-def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and return them on ``device``."""
+def uniform_numbers(
+    count: int, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and
+    return them on ``device``."""
     source = device if generator is None else generator.device
     numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
     if in_dispatch_mode() and backend_of(numbers) == "numba":
@@ -231,22 +289,31 @@ def uniform_numbers(count: int, generator: torch.Generator | None, device: torch
 
 
 def fill_uniform_(numbers: Tensor, generator: torch.Generator | None) -> None:
-    """Fill ``numbers``, float64 on the CPU, with the result of :func:`uniform_numbers`."""
+    """Fill ``numbers``, float64 on the CPU, with the result of
+    :func:`uniform_numbers`."""
     if generator is None or generator.device.type == "cpu":
         numbers.uniform_(generator=generator)
     else:
         numbers.copy_(uniform_numbers(len(numbers), generator, numbers.device))
 
 
-def permutation(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Draw a random order of ``0 .. count - 1`` on the generator's device, and return it on ``device``."""
+def permutation(
+    count: int, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Draw a random order of ``0 .. count - 1`` on the generator's device, and return
+    it on ``device``."""
     source = device if generator is None else generator.device
     return torch.randperm(count, generator=generator, device=source).to(device)
 
 
 def as_errors(priority: object, rows: int, device: torch.device) -> Tensor:
-    """Convert TD errors (one per row, or one for all rows) to a contiguous ``[rows]`` float tensor on ``device``."""
-    td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
+    """Convert TD errors (one per row, or one for all rows) to a contiguous ``[rows]``
+    float tensor on ``device``."""
+    td_error = (
+        priority
+        if isinstance(priority, Tensor)
+        else torch.as_tensor(priority, device="cpu")
+    )
     if td_error.is_complex():
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
     if backend_of(td_error) == "numba":
@@ -255,13 +322,19 @@ def as_errors(priority: object, rows: int, device: torch.device) -> Tensor:
         td_error = td_error.detach()
     td_error = moved(td_error, device).resolve_neg()
     if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
-        td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
+        td_error = td_error.to(
+            torch.float32 if td_error.is_floating_point() else torch.float64
+        )
     if td_error.numel() == 1 != rows:
         return td_error.expand(rows).contiguous()
     if td_error.numel() != rows:
         given = f"{td_error.numel()} priorities (shape {tuple(td_error.shape)})"
         raise ValueError(f"{given} for {rows} rows: pass one per row, or one for all")
-    return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
+    return (
+        td_error
+        if td_error.ndim == 1 and td_error.is_contiguous()
+        else td_error.reshape(-1).contiguous()
+    )
 
 
 def refuse_errors(td_error: Tensor) -> None:
@@ -269,14 +342,21 @@ def refuse_errors(td_error: Tensor) -> None:
     finite = td_error.isfinite()
     if not finite.all():
         where = (~finite).nonzero().squeeze(1)
-        shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
+        shown = ", ".join(str(int(j)) for j in where[:5]) + (
+            ", ..." if where.numel() > 5 else ""
+        )
         count = f"{where.numel()} of {td_error.numel()} TD errors"
-        raise ValueError(f"{count} are NaN or infinite (positions {shown}): look for a diverging loss")
+        raise ValueError(
+            f"{count} are NaN or infinite (positions {shown}): look for a diverging loss"
+        )
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
-    """Raise a ValueError for NaN or infinite TD errors, otherwise an IndexError for a row out of range."""
+    """Raise a ValueError for NaN or infinite TD errors, otherwise an IndexError for a
+    row out of range."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low
-    raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")
+    raise IndexError(
+        f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)"
+    )

@@ -1,4 +1,5 @@
-"""Whole episodes, for decision transformers, returns to go and recurrent world models."""
+"""Whole episodes, for decision transformers, returns to go and recurrent world
+models."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _ALL = 1 << 62  # more steps than any trajectory has
 
 
 class _Pieces(NamedTuple):
-    """The drawn episodes, ``[B]`` each; a piece is the episode, or the part of it that is in the batch."""
+    """The drawn episodes, ``[B]`` each; a piece is the episode, or the part of it that
+    is in the batch."""
 
     first: Tensor  # flat index of the first row of the episode
     length: Tensor  # steps of the episode
@@ -35,61 +37,78 @@ class _Pieces(NamedTuple):
 
 
 class EpisodeSampler(SamplerWrapper):
-    """Draws whole episodes, from their first step to their last one. The batch size is the number of episodes.
+    """Draws whole episodes, from their first step to their last one. The batch size is
+    the number of episodes.
 
-    Episodes are complete: those that the ring has partly overwritten are never drawn, and by default neither are those
-    that have not ended yet. Each batch has four additional entries, one number per row:
+    Episodes are complete: those that the ring has partly overwritten are never drawn,
+    and by default neither are those that have not ended yet. Each batch has four
+    additional entries, one number per row:
 
     - ``"mask"``, bool: False for padding, which copies the last row of the episode.
     - ``"episode"``, int64: the position of the row's episode in the batch, 0 to B - 1.
     - ``"episode_step"``, int64: the number of the row in its episode, from 0.
     - ``"episode_length"``, int64: the number of steps of the row's episode.
 
-    With ``layout="padded"``, a batch of B episodes has the shape ``[B, L]``, where L is ``max_length``, or the length
-    of the longest episode in the batch; padding follows the last step. With ``layout="concatenated"``, the episodes
-    follow one another without padding, and the shape is ``[S]``, where S is the sum of their lengths.
+    With ``layout="padded"``, a batch of B episodes has the shape ``[B, L]``, where L is
+    ``max_length``, or the length of the longest episode in the batch; padding follows
+    the last step. With ``layout="concatenated"``, the episodes follow one another
+    without padding, and the shape is ``[S]``, where S is the sum of their lengths.
 
-    If ``gamma`` is given, ``"reward_to_go"`` holds the discounted sum of the rewards from each row to the end of its
-    episode, also of the rewards after the last row of the batch; it is 0 for padding. Without ``gamma``, compute it
-    from whole episodes: ``rlbuf_td.functional.reward2go(batch["next", "reward"], batch["next", "done"], gamma,
-    mask=batch["mask"])``.
+    If ``gamma`` is given, ``"reward_to_go"`` holds the discounted sum of the rewards
+    from each row to the end of its episode, also of the rewards after the last row of
+    the batch; it is 0 for padding. Without ``gamma``, compute it from whole episodes:
+    ``rlbuf_td.functional.reward2go(batch["next", "reward"], batch["next", "done"], gamma, mask=batch["mask"])``.
 
     Args:
-        sampler: a :class:`UniformSampler` (the default), which may be wrapped in a :class:`HindsightSampler` (an
-            episode gets one goal) or an :class:`NStepSampler`.
-        max_length: the largest number of steps per episode. Of a longer episode, a batch holds ``max_length``
-            consecutive steps that contain a uniformly drawn row of the episode; all such windows are equally likely.
-            ``None``: episodes of any length are returned whole.
-        by: ``"row"`` draws an episode in proportion to its length, as for decision transformers. ``"episode"`` draws
-            all complete episodes with equal probability.
-        finished_only: whether to draw only episodes that have ended. If False, the newest, unfinished episodes may be
-            drawn, too.
+        sampler: a :class:`UniformSampler` (the default), which may be wrapped in a
+            :class:`HindsightSampler` (an episode gets one goal) or an
+            :class:`NStepSampler`.
+        max_length: the largest number of steps per episode. Of a longer episode, a
+            batch holds ``max_length`` consecutive steps that contain a uniformly drawn
+            row of the episode; all such windows are equally likely. ``None``: episodes
+            of any length are returned whole.
+        by: ``"row"`` draws an episode in proportion to its length, as for decision
+            transformers. ``"episode"`` draws all complete episodes with equal
+            probability.
+        finished_only: whether to draw only episodes that have ended. If False, the
+            newest, unfinished episodes may be drawn, too.
         layout: ``"padded"`` or ``"concatenated"``, see above.
-        gamma: the discount factor of ``"reward_to_go"``, 0 to 1. ``None`` adds no such entry.
+        gamma: the discount factor of ``"reward_to_go"``, 0 to 1. ``None`` adds no such
+            entry.
         reward_key: the key of the rewards.
-        init_key: the key of a flag that marks first steps. If stored, it is True at the first row of each episode in a
-            batch, also if ``max_length`` has cut the episode.
+        init_key: the key of a flag that marks first steps. If stored, it is True at the
+            first row of each episode in a batch, also if ``max_length`` has cut the
+            episode.
         time_dim_name: the name of the second dim of a padded batch; ``None``: no name.
-        done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`. An episode
-            ends with a done flag or before another id.
+        done_key, traj_key: the keys of the done flag and the trajectory id, as for
+            :class:`TrajectoryIndex`. An episode ends with a done flag or before another
+            id.
 
-    Options that count rows, such as ``samples_per_insert`` and mixtures of buffers, do not fit batches of unlike
-    lengths: with this sampler, ``samples_per_insert`` counts episodes, and mixtures refuse it.
+    Options that count rows, such as ``samples_per_insert`` and mixtures of buffers, do
+    not fit batches of unlike
+    lengths: with this sampler, ``samples_per_insert`` counts episodes, and mixtures
+    refuse it.
 
     Raises:
-        ValueError: an argument is out of range; ``gamma`` with a wrapper inside, which changes rewards.
-        TypeError: the innermost sampler draws by another law than a :class:`UniformSampler` without options.
-        KeyError: (at the first draw) neither done flags nor trajectory ids are stored; with ``gamma``, no rewards.
-        SchemaError: (at the first write) the rows have an entry with the name of an additional entry.
+        ValueError: an argument is out of range; ``gamma`` with a wrapper inside, which
+            changes rewards.
+        TypeError: the innermost sampler draws by another law than a
+            :class:`UniformSampler` without options.
+        KeyError: (at the first draw) neither done flags nor trajectory ids are stored;
+            with ``gamma``, no rewards.
+        SchemaError: (at the first write) the rows have an entry with the name of an
+            additional entry.
         RuntimeError: (when sampling) no complete episode is stored.
 
     Warns:
-        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
+        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories
+            alternate.
 
-    Cost: O(rows of the batch); with ``gamma``, O(rows of the drawn episodes). After a write, the first draw lists K
-    episodes in O(K). On other devices than the CPU, draws wait for the device, and the first draw after a write reads
-    all rows.
-    Source: Chen et al., Decision Transformer, 2021. TorchRL's ``SliceSampler`` draws slices of one fixed length.
+    Cost: O(rows of the batch); with ``gamma``, O(rows of the drawn episodes). After a
+    write, the first draw lists K episodes in O(K). On other devices than the CPU, draws
+    wait for the device, and the first draw after a write reads all rows.
+    Source: Chen et al., Decision Transformer, 2021. TorchRL's ``SliceSampler`` draws
+    slices of one fixed length.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -110,10 +129,13 @@ class EpisodeSampler(SamplerWrapper):
     _level = 3
     report_keys = frozenset({"mask", "episode", "episode_step", "episode_length"})
     _shown = ("max_length", "by", "finished_only", "layout", "gamma")
-    default: ClassVar[type[RowSampler]]  # set in __init__.py, because samplers do not import each other
+    # set in __init__.py, because samplers do not import each other
+    default: ClassVar[type[RowSampler]]
     max_length: int | None = setting(optional(whole(1)), is_fixed=True)
     by: Literal["episode", "row"] = setting(one_of("episode", "row"), is_fixed=True)
-    layout: Literal["padded", "concatenated"] = setting(one_of("padded", "concatenated"), is_fixed=True)
+    layout: Literal["padded", "concatenated"] = setting(
+        one_of("padded", "concatenated"), is_fixed=True
+    )
     gamma: float | None = setting(optional(fraction), is_fixed=True)
 
     def __init__(
@@ -131,28 +153,46 @@ class EpisodeSampler(SamplerWrapper):
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
-        super().__init__(self.default() if sampler is None else sampler, done_key, traj_key)
+        super().__init__(
+            self.default() if sampler is None else sampler, done_key, traj_key
+        )
         self._refuse_other_laws()
-        self.max_length, self.by, self.layout, self.gamma = max_length, by, layout, gamma
+        self.max_length, self.by, self.layout, self.gamma = (
+            max_length,
+            by,
+            layout,
+            gamma,
+        )
         if gamma is not None and self._inner is not None:
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
-            raise ValueError(f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go")
+            raise ValueError(
+                f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go"
+            )
         self.reward_key, self.init_key = as_tuple(reward_key), as_tuple(init_key)
         self.finished_only, self.time_dim_name = bool(finished_only), time_dim_name
         self.gives_windows = layout == "padded"
-        self._listed: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)  # the storage's state, its episodes
+        # the storage's state, its episodes
+        self._listed: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)
         if gamma is not None:
             self.report_keys |= {"reward_to_go"}
 
     def _refuse_other_laws(self) -> None:
-        found: Any = next((each for each in self._wrappers() if each.adds_fresh_rows), self.innermost)
+        found: Any = next(
+            (each for each in self._wrappers() if each.adds_fresh_rows), self.innermost
+        )
         is_uniform = getattr(type(found), "draw", None) is self.default.draw
-        options = {"unique": found.unique, "max_age": found.max_age is not None} if is_uniform else {}
+        options = (
+            {"unique": found.unique, "max_age": found.max_age is not None}
+            if is_uniform
+            else {}
+        )
         wrong = [name for name, is_set in options.items() if is_set]
         if wrong or not is_uniform:
             kind = type(found).__name__ + (f" with {wrong[0]}" if wrong else "")
             remedy = "wrap a UniformSampler, or use a SequenceSampler, which draws windows by any law"
-            raise TypeError(f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}")
+            raise TypeError(
+                f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}"
+            )
 
     @property
     def steps_needed(self) -> int:
@@ -170,7 +210,8 @@ class EpisodeSampler(SamplerWrapper):
         return self.batch_of(storage, anchors, {})
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
-        """Return the episodes of the rows at flat indices ``flat``, complete or not, as a flat batch."""
+        """Return the episodes of the rows at flat indices ``flat``, complete or not, as
+        a flat batch."""
         pieces = self._pieces(storage, flat)
         episode, step, real = self._layout_of(pieces.rows)
         step = pieces.start[episode] + step
@@ -182,10 +223,19 @@ class EpisodeSampler(SamplerWrapper):
         if flags is not None:
             flags |= is_first.view(-1, *[1] * (flags.ndim - 1))
         info = {key: value[episode] for key, value in info.items()}
-        info |= {"mask": real, "episode": episode, "episode_step": step, "episode_length": pieces.length[episode]}
+        info |= {
+            "mask": real,
+            "episode": episode,
+            "episode_step": step,
+            "episode_length": pieces.length[episode],
+        }
         if self.gamma is not None and len(rows):
-            found = self._to_go(storage, pieces)[(pieces.length.cumsum(0) - pieces.length)[episode] + step]
-            info["reward_to_go"] = torch.where(real.view(-1, *[1] * (found.ndim - 1)), found, 0)
+            found = self._to_go(storage, pieces)[
+                (pieces.length.cumsum(0) - pieces.length)[episode] + step
+            ]
+            info["reward_to_go"] = torch.where(
+                real.view(-1, *[1] * (found.ndim - 1)), found, 0
+            )
         return rows, info, batch
 
     # -- the law
@@ -194,32 +244,47 @@ class EpisodeSampler(SamplerWrapper):
         """Draw a row of each episode; return the flat rows, ``[B]``."""
         first, length = self._episodes(storage)
         if not len(first):
-            remedy = "write until one ends, or use finished_only=False" if self.finished_only else "write more steps"
+            remedy = (
+                "write until one ends, or use finished_only=False"
+                if self.finished_only
+                else "write more steps"
+            )
             raise RuntimeError(f"the buffer holds no complete episode: {remedy}")
         which, where = uniform_numbers(2 * count, self._rng, first.device).view(2, -1)
         if self.by == "row":
             end = length.cumsum(0)
-            chosen = torch.searchsorted(end, (which * end[-1]).long(), right=True).clamp(max=len(first) - 1)
+            chosen = torch.searchsorted(
+                end, (which * end[-1]).long(), right=True
+            ).clamp(max=len(first) - 1)
         else:
             chosen = (which * len(first)).long().clamp(max=len(first) - 1)
         rows = length[chosen]
-        return storage.ring.cells_after(first[chosen], (where * rows).long().minimum(rows - 1))
+        return storage.ring.cells_after(
+            first[chosen], (where * rows).long().minimum(rows - 1)
+        )
 
     def _episodes(self, storage: PackedStorage) -> tuple[Tensor, Tensor]:
-        """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
+        """Return the first flat row and the length of each episode that may be drawn,
+        cached until rows change."""
         state = ref(storage), len(storage), storage.revision
         if self._listed[1] is None or self._listed[0] != state:
-            self._listed = state, self.episodes_of(storage).whole(only_finished=self.finished_only)
+            self._listed = (
+                state,
+                self.episodes_of(storage).whole(only_finished=self.finished_only),
+            )
         return self._listed[1]  # pyrefly: ignore [bad-return]
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether a complete episode is stored."""
-        return bool(len(storage)) and bool(len(self._episodes(cast("PackedStorage", storage))[0]))
+        return bool(len(storage)) and bool(
+            len(self._episodes(cast("PackedStorage", storage))[0])
+        )
 
     # -- the batch
 
     def _pieces(self, storage: PackedStorage, anchors: Tensor) -> _Pieces:
-        """Return the episodes of the rows ``anchors``, cut to windows of ``max_length`` steps that contain the rows."""
+        """Return the episodes of the rows ``anchors``, cut to windows of ``max_length``
+        steps that contain the rows."""
         back, ahead, *_ = self.episodes_of(storage).spans(anchors)
         length, first = back + ahead + 1, storage.ring.cells_after(anchors, -back)
         if self.max_length is None:
@@ -227,14 +292,20 @@ class EpisodeSampler(SamplerWrapper):
         most = self.max_length
         least = (back + 1 - most).clamp(min=0)
         choices = back.minimum((length - most).clamp(min=0)) - least + 1
-        pick = (uniform_numbers(len(anchors), self._rng, anchors.device) * choices).long().minimum(choices - 1)
+        pick = (
+            (uniform_numbers(len(anchors), self._rng, anchors.device) * choices)
+            .long()
+            .minimum(choices - 1)
+        )
         return _Pieces(first, length, least + pick, length.clamp(max=most))
 
     def _layout_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Lay out pieces of ``rows``, ``[B]``, rows: ``[B * L]`` if padded, else ``[S]``.
+        """Lay out pieces of ``rows``, ``[B]``, rows: ``[B * L]`` if padded, else
+        ``[S]``.
 
         Returns:
-            For each row of the batch, its piece, its place in the piece, and whether it is no padding.
+            For each row of the batch, its piece, its place in the piece, and whether it
+            is no padding.
         """
         if not self.gives_windows:
             episode, step = _one_after_another(rows)
@@ -242,14 +313,25 @@ class EpisodeSampler(SamplerWrapper):
         longest = self.max_length or (int(rows.max()) if len(rows) else 0)
         episode = torch.arange(len(rows), device=rows.device).repeat_interleave(longest)
         step = torch.arange(longest, device=rows.device)
-        return episode, step.minimum(rows[:, None] - 1).flatten(), (step < rows[:, None]).flatten()
+        return (
+            episode,
+            step.minimum(rows[:, None] - 1).flatten(),
+            (step < rows[:, None]).flatten(),
+        )
 
     def _to_go(self, storage: PackedStorage, pieces: _Pieces) -> Tensor:
-        """Return the discounted sum of the rewards from each step of the drawn episodes to its end."""
+        """Return the discounted sum of the rewards from each step of the drawn episodes
+        to its end."""
         shape = summable(storage, self.reward_key, "returns to go").shape
         episode, step = _one_after_another(pieces.length)
-        reward = storage.all_rows().column_at(self.reward_key, storage.ring.cells_after(pieces.first[episode], step))
-        is_last = (step == pieces.length[episode] - 1).view(-1, *[1] * len(shape)).expand_as(reward)
+        reward = storage.all_rows().column_at(
+            self.reward_key, storage.ring.cells_after(pieces.first[episode], step)
+        )
+        is_last = (
+            (step == pieces.length[episode] - 1)
+            .view(-1, *[1] * len(shape))
+            .expand_as(reward)
+        )
         return reward2go(reward, is_last, self.gamma or 0.0, time_dim=0)
 
     def rows_per_window(self, info: Info) -> int:
@@ -266,6 +348,9 @@ class EpisodeSampler(SamplerWrapper):
 
 
 def _one_after_another(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the episode and the number of each step, ``[S]`` each, of episodes with ``steps`` steps, ``[B]``."""
+    """Return the episode and the number of each step, ``[S]`` each, of episodes with
+    ``steps`` steps, ``[B]``."""
     episode = torch.arange(len(steps), device=steps.device).repeat_interleave(steps)
-    return episode, torch.arange(len(episode), device=steps.device) - (steps.cumsum(0) - steps)[episode]
+    return episode, torch.arange(len(episode), device=steps.device) - (
+        steps.cumsum(0) - steps
+    )[episode]

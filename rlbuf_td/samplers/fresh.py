@@ -30,40 +30,61 @@ class FreshQueue:
         self.begin()
 
     def begin(self, waiting: np.ndarray | None = None) -> None:
-        """Count anew: the newest ``waiting`` rows of each lane, ``[E]``, are fresh; None: all rows."""
+        """Count anew: the newest ``waiting`` rows of each lane, ``[E]``, are fresh;
+        None: all rows."""
         self._waiting = waiting
-        self.serials: np.ndarray | None = None  # of the next row of each lane to hand out, ``[E]``; None: to be made
+        # of the next row of each lane to hand out, ``[E]``; None: to be made
+        self.serials: np.ndarray | None = None
 
     def switch_to(self, storage: PackedStorage) -> Ring | None:
-        """Count the rows of ``storage``; return its ring, None if its rows have not been allocated."""
+        """Count the rows of ``storage``; return its ring, None if its rows have not
+        been allocated."""
         if self.serves._storage() is not storage:
             self.serves.claim(storage)
         ring: Ring = storage.ring
         if storage.rows is None:
             return None
-        if self.serials is None or len(self.serials) != ring.lanes or self.steps != ring.steps:
+        if (
+            self.serials is None
+            or len(self.serials) != ring.lanes
+            or self.steps != ring.steps
+        ):
             known, self._waiting = self._waiting, None
-            waiting = ring.count if known is None or len(known) != ring.lanes else np.minimum(known, ring.count)
+            waiting = (
+                ring.count
+                if known is None or len(known) != ring.lanes
+                else np.minimum(known, ring.count)
+            )
             self.serials, self.steps = ring.written - waiting, ring.steps
         return ring
 
     def following(self, ring: Ring) -> np.ndarray:
-        """Return the serial of the next row of each lane to hand out, ``[E]``, a view; never one that is gone."""
+        """Return the serial of the next row of each lane to hand out, ``[E]``, a view;
+        never one that is gone."""
         return np.maximum(self.serials, ring.tail, out=self.serials)  # pyrefly: ignore [no-matching-overload]
 
     def take(self, storage: PackedStorage, flat: Tensor, most: int) -> int:
-        """Write the flat indices of the oldest fresh rows, at most ``most``, to the first elements of ``flat``.
+        """Write the flat indices of the oldest fresh rows, at most ``most``, to the
+        first elements of ``flat``.
 
         These rows are then no longer fresh. Return their number.
         """
         ring = self.switch_to(storage)
         if ring is None or self.serials is None:
             return 0
-        given = self.serials.ctypes.data, ring.steps, ring.lanes, ring.address, most, flat.data_ptr()
+        given = (
+            self.serials.ctypes.data,
+            ring.steps,
+            ring.lanes,
+            ring.address,
+            most,
+            flat.data_ptr(),
+        )
         return int(loop("draws.cpu", "take_fresh")(*given))
 
     def waiting(self) -> np.ndarray:
-        """Return how many of the newest rows of each lane are fresh, ``[E]``; empty: all rows, if there are any."""
+        """Return how many of the newest rows of each lane are fresh, ``[E]``; empty:
+        all rows, if there are any."""
         storage = self.serves.storage
         ring = self.switch_to(storage) if isinstance(storage, PackedStorage) else None
         if ring is None:
@@ -77,47 +98,63 @@ class FreshQueue:
 
 
 def _fresh(name: str, value: object) -> int | str:
-    return value if isinstance(value, str) and value == "windows" else whole(1)(name, value)
+    return (
+        value
+        if isinstance(value, str) and value == "windows"
+        else whole(1)(name, value)
+    )
 
 
 class FreshRowsSampler(SamplerWrapper):
     """Begins each batch with *fresh* rows; the wrapped sampler draws the rest.
 
-    A row is fresh from its write until this sampler puts it at the beginning of a batch: first in, first out. If at
-    most ``min(fresh, batch_size)`` rows are written between two batches, the second batch begins with all these rows.
-    With ``fresh=1`` and one update per step, this sampler is combined experience replay. Rows that were written before
-    the first batch, as a warm-up, are fresh, too: a larger ``fresh`` works them off.
+    A row is fresh from its write until this sampler puts it at the beginning of a
+    batch: first in, first out. If at most ``min(fresh, batch_size)`` rows are written
+    between two batches, the second batch begins with all these rows. With ``fresh=1``
+    and one update per step, this sampler is combined experience replay. Rows that were
+    written before the first batch, as a warm-up, are fresh, too: a larger ``fresh``
+    works them off.
 
-    **Windows.** Inside a :class:`SequenceSampler` with ``boundary="pad"`` and ``burn_in=0``, ``fresh="windows"`` begins
-    each batch with windows of fresh rows that do not overlap: each step of each trajectory comes once, in order. Steps
-    wait until a whole window is there, or their trajectory has ended. With ``across_episodes=True``, all windows are
-    whole, as in the online queue of DreamerV3.
+    **Windows.** Inside a :class:`SequenceSampler` with ``boundary="pad"`` and
+    ``burn_in=0``, ``fresh="windows"`` begins each batch with windows of fresh rows that
+    do not overlap: each step of each trajectory comes once, in order. Steps wait until
+    a whole window is there, or their trajectory has ended. With
+    ``across_episodes=True``, all windows are whole, as in the online queue of
+    DreamerV3.
 
-    **Distribution.** A batch of B rows begins with the oldest f fresh rows, where f is the smallest of ``fresh``, B and
-    the number of fresh rows. The wrapped sampler draws B rows, of which only B - f are used. If the wrapped
-    sampler is a :class:`MinibatchSampler`, the f unused rows are not drawn again in the same epoch. All importance
-    weights are those of the wrapped sampler; by design, they do not correct for the higher share of fresh rows.
+    **Distribution.** A batch of B rows begins with the oldest f fresh rows, where f is
+    the smallest of ``fresh``, B and the number of fresh rows. The wrapped sampler draws
+    B rows, of which only B - f are used. If the wrapped sampler is a
+    :class:`MinibatchSampler`, the f unused rows are not drawn again in the same epoch.
+    All importance weights are those of the wrapped sampler; by design, they do not
+    correct for the higher share of fresh rows.
 
     Args:
         sampler: draws the other rows, and handles priorities, writes and state.
-        fresh: the largest number of fresh rows at the beginning of a batch, at least 1, or ``"windows"``; may be set at
-            any time.
+        fresh: the largest number of fresh rows at the beginning of a batch, at least 1,
+            or ``"windows"``; may be set at any time.
 
-    Rows of one lane come in the order of writing. Among lanes, the one with the most fresh rows comes first, and of
-    equal ones the one with the smaller number: rows of whole time steps come in time order. A row that is overwritten
-    is no longer fresh, and is skipped. If ``storage.set`` has replaced all rows of a full lane since the last batch,
-    all of them are fresh again. If processes share a buffer, every new row is fresh once in each process.
+    Rows of one lane come in the order of writing. Among lanes, the one with the most
+    fresh rows comes first, and of equal ones the one with the smaller number: rows of
+    whole time steps come in time order. A row that is overwritten is no longer fresh,
+    and is skipped. If ``storage.set`` has replaced all rows of a full lane since the
+    last batch, all of them are fresh again. If processes share a buffer, every new row
+    is fresh once in each process.
 
     Raises:
-        ValueError: ``fresh`` is not a positive whole number or ``"windows"``, or the buffer's writer does not write in
-            time order; (when sampling) rows were written out of time order, or ``fresh="windows"`` is not inside a
+        ValueError: ``fresh`` is not a positive whole number or ``"windows"``, or the
+            buffer's writer does not write in time order; (when sampling) rows were
+            written out of time order, or ``fresh="windows"`` is not inside a
             SequenceSampler.
-        TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or TorchRL's ``PrioritizedSampler``;
-            (when sampling) the storage is not a :class:`PackedStorage`.
+        TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or
+            TorchRL's ``PrioritizedSampler``; (when sampling) the storage is not a
+            :class:`PackedStorage`.
 
-    Cost: O(E + f) for E lanes that advance together, at most O(E * f), in addition to the wrapped draw.
-    Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through
-    World Models, 2023 (the online queue). TorchRL has no such sampler.
+    Cost: O(E + f) for E lanes that advance together, at most O(E * f), in addition to
+    the wrapped draw.
+    Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.:
+    Mastering Diverse Domains through World Models, 2023 (the online queue). TorchRL has
+    no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -133,19 +170,26 @@ class FreshRowsSampler(SamplerWrapper):
     state_keys = _shown = ("fresh",)
     requires_shared_state = adds_fresh_rows = True
     fresh: int | Literal["windows"] = setting(_fresh)
-    window_length = 0  # rows per window, with ``fresh="windows"``; 0: not inside a SequenceSampler
+    # rows per window, with ``fresh="windows"``; 0: not inside a SequenceSampler
+    window_length = 0
     crosses_episodes = False  # whether these windows go on into the next episode
 
     def __init__(self, sampler: Sampler, fresh: int | Literal["windows"] = 1) -> None:
         refuse_without_compiler("FreshRowsSampler needs")
         super().__init__(sampler, DONE_KEY, None)
         if self._is_prioritized and not hasattr(sampler, "rule"):
-            raise TypeError("FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler")
+            raise TypeError(
+                "FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler"
+            )
         if getattr(sampler, "max_age", None) is not None:
             kind = f"a {type(sampler).__name__} with max_age"
-            raise ValueError(f"FreshRowsSampler draws each new row once, however old: it cannot wrap {kind}")
+            raise ValueError(
+                f"FreshRowsSampler draws each new row once, however old: it cannot wrap {kind}"
+            )
         if getattr(sampler, "draws_once", False):
-            raise TypeError("FreshRowsSampler cannot wrap a QueueSampler, which gives each row once")
+            raise TypeError(
+                "FreshRowsSampler cannot wrap a QueueSampler, which gives each row once"
+            )
         self.queue = FreshQueue()
         self.fresh = fresh
 
@@ -158,13 +202,19 @@ class FreshRowsSampler(SamplerWrapper):
         self.queue.switch_to(storage)
 
     def give_windows_to(self, wrapper: Any) -> None:
-        """With ``fresh="windows"``, hand out the windows of a SequenceSampler; ValueError if these would overlap."""
+        """With ``fresh="windows"``, hand out the windows of a SequenceSampler;
+        ValueError if these would overlap."""
         if self.fresh != "windows":
             return
         if wrapper.boundary != "pad" or wrapper.burn_in or wrapper.stride is not None:
             needs = f"got boundary={wrapper.boundary!r}, burn_in={wrapper.burn_in}, stride={wrapper.stride}"
-            raise ValueError(f'fresh="windows" needs boundary="pad" and neither burn_in nor stride, {needs}')
-        self.window_length, self.crosses_episodes = wrapper.length, wrapper.across_episodes
+            raise ValueError(
+                f'fresh="windows" needs boundary="pad" and neither burn_in nor stride, {needs}'
+            )
+        self.window_length, self.crosses_episodes = (
+            wrapper.length,
+            wrapper.across_episodes,
+        )
         self.episode_keys = wrapper.episode_keys
 
     def _take(self, storage: PackedStorage, most: int) -> np.ndarray:
@@ -173,7 +223,9 @@ class FreshRowsSampler(SamplerWrapper):
             return flat[: self.queue.take(storage, flat, min(self.fresh, most))].numpy()
         if not self.window_length:
             remedy = 'SequenceSampler(FreshRowsSampler(..., fresh="windows"), length)'
-            raise ValueError(f'fresh="windows" hands out windows of a SequenceSampler: use {remedy}')
+            raise ValueError(
+                f'fresh="windows" hands out windows of a SequenceSampler: use {remedy}'
+            )
         ring, found = self.queue.switch_to(storage), np.zeros(0, np.int64)
         if ring is None or not len(ring):
             return found
@@ -182,12 +234,20 @@ class FreshRowsSampler(SamplerWrapper):
             lane = np.flatnonzero(following < ring.written)
             waiting = (ring.written - following)[lane]
             cell = following[lane] % ring.steps * ring.lanes + lane
-            rows, over = np.minimum(waiting, self.window_length), np.zeros(len(lane), np.bool_)
+            rows, over = (
+                np.minimum(waiting, self.window_length),
+                np.zeros(len(lane), np.bool_),
+            )
             if not self.crosses_episodes:
                 place = torch.from_numpy(cell).to(storage.device)
-                _, ahead, over, _ = (each.cpu().numpy() for each in self.episodes_of(storage).spans(place))
+                _, ahead, over, _ = (
+                    each.cpu().numpy()
+                    for each in self.episodes_of(storage).spans(place)
+                )
                 rows = np.minimum(ahead + 1, self.window_length)
-            is_whole = np.flatnonzero((rows == self.window_length) | over)[: most - len(found)]
+            is_whole = np.flatnonzero((rows == self.window_length) | over)[
+                : most - len(found)
+            ]
             if not len(is_whole):
                 break
             found = np.concatenate((found, cell[is_whole]))
@@ -199,10 +259,16 @@ class FreshRowsSampler(SamplerWrapper):
         flat, info = super().draw_rows(storage, batch_size)
         found = self._take(storage, len(flat))
         if len(found):
-            rows, weight = torch.from_numpy(found).to(flat.device), info.get("priority_weight")
+            rows, weight = (
+                torch.from_numpy(found).to(flat.device),
+                info.get("priority_weight"),
+            )
             if weight is not None:
-                refuse_unwritten(flat[:1], storage)  # of a user's sampler, like these weights
-                info["priority_weight"] = weight = weight.clone(memory_format=torch.contiguous_format)
+                # of a user's sampler, like these weights
+                refuse_unwritten(flat[:1], storage)
+                info["priority_weight"] = weight = weight.clone(
+                    memory_format=torch.contiguous_format
+                )
                 self._weigh_beside_(rows, flat[:1], weight)
             kept = flat[len(rows) :]
             if getattr(self.innermost, "unique", False):
@@ -238,8 +304,11 @@ class FreshRowsSampler(SamplerWrapper):
         if count and weight is not None:
             self._weigh_beside_(flat[:count], first, weight)
 
-    def _weigh_beside_(self, fresh: Tensor, drawn: Tensor | None, weight: Tensor) -> None:
-        """Give the fresh rows of a batch the weights that they have beside the first ``drawn`` row, ``[1]``."""
+    def _weigh_beside_(
+        self, fresh: Tensor, drawn: Tensor | None, weight: Tensor
+    ) -> None:
+        """Give the fresh rows of a batch the weights that they have beside the first
+        ``drawn`` row, ``[1]``."""
         self.innermost.rule.weigh_beside_(fresh, drawn, weight)
         if self.innermost.weight_norm == "batch":
             weight.div_(weight.max())
@@ -253,9 +322,12 @@ class FreshRowsSampler(SamplerWrapper):
 
     @property
     def progress(self) -> tuple[Any, Any]:
-        """What has been handed out; setting an earlier progress makes rows fresh that were handed out since then."""
+        """What has been handed out; setting an earlier progress makes rows fresh that
+        were handed out since then."""
         serials = self.queue.serials
-        return None if serials is None else serials.copy(), getattr(self.sampler, "progress", None)
+        return None if serials is None else serials.copy(), getattr(
+            self.sampler, "progress", None
+        )
 
     @progress.setter
     def progress(self, progress: tuple[Any, Any]) -> None:
@@ -266,11 +338,15 @@ class FreshRowsSampler(SamplerWrapper):
             self.sampler.progress = inner  # pyrefly: ignore [missing-attribute]
 
     def snapshot(self) -> State:
-        """Return the state of the wrapped sampler, the setting ``fresh``, and the number of fresh rows of each lane."""
-        return super().snapshot() | {"undrawn": torch.from_numpy(self.queue.waiting().copy())}
+        """Return the state of the wrapped sampler, the setting ``fresh``, and the
+        number of fresh rows of each lane."""
+        return super().snapshot() | {
+            "undrawn": torch.from_numpy(self.queue.waiting().copy())
+        }
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a result of :meth:`state_dict`. The storage must be loaded before the next draw or write.
+        """Restore a result of :meth:`state_dict`. The storage must be loaded before the
+        next draw or write.
 
         Raises:
             ValueError: the state is of another sampler; this sampler is unchanged.

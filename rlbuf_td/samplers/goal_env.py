@@ -1,4 +1,5 @@
-"""Rewards and terminations for hindsight relabelling, computed by Gymnasium's goal environments."""
+"""Rewards and terminations for hindsight relabelling, computed by Gymnasium's goal
+environments."""
 
 from __future__ import annotations
 
@@ -22,23 +23,29 @@ def gymnasium_reward_fn(
     info_keys: Mapping[str, NestedKey] | None = None,
     vectorized: bool = True,
 ) -> TransitionFn:
-    """Return a ``reward_fn`` for :class:`HindsightSampler` that calls a goal environment's ``compute_reward``.
+    """Return a ``reward_fn`` for :class:`HindsightSampler` that calls a goal
+    environment's ``compute_reward``.
 
     Args:
         env: an environment of Gymnasium or TorchRL, wrapped or not, that has the method
-            ``compute_reward(achieved_goal, desired_goal, info)``, as in gymnasium-robotics.
+            ``compute_reward(achieved_goal, desired_goal, info)``, as in
+            gymnasium-robotics.
         goal_key: the key of the desired goal in the batch.
         achieved_goal_key: the key of the achieved goal in the batch's ``"next"``.
-        info_keys: maps each name in ``info`` to the batch key of its value; by default, ``info`` is an empty dict.
-        vectorized: whether ``compute_reward`` takes a batch of goals; if False, the method is called per row.
+        info_keys: maps each name in ``info`` to the batch key of its value; by default,
+            ``info`` is an empty dict.
+        vectorized: whether ``compute_reward`` takes a batch of goals; if False, the
+            method is called per row.
 
     Returns:
-        A function that takes a batch ``[B]`` and returns rewards, ``[B]``, of the dtype of ``compute_reward``.
+        A function that takes a batch ``[B]`` and returns rewards, ``[B]``, of the dtype
+        of ``compute_reward``.
 
     Raises:
         TypeError: the environment has no ``compute_reward``.
 
-    Cost: one call of ``compute_reward`` per batch (or per row). A batch on CUDA is copied to the host.
+    Cost: one call of ``compute_reward`` per batch (or per row). A batch on CUDA is
+    copied to the host.
 
     Example:
         >>> import numpy as np
@@ -51,7 +58,9 @@ def gymnasium_reward_fn(
         >>> reward_fn(TensorDict(goals, [2]))
         tensor([-0., -2.])
     """
-    return _caller(env, "compute_reward", goal_key, achieved_goal_key, info_keys, vectorized)
+    return _caller(
+        env, "compute_reward", goal_key, achieved_goal_key, info_keys, vectorized
+    )
 
 
 def gymnasium_terminated_fn(
@@ -62,14 +71,17 @@ def gymnasium_terminated_fn(
     info_keys: Mapping[str, NestedKey] | None = None,
     vectorized: bool = False,
 ) -> TransitionFn:
-    """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls an environment's ``compute_terminated``.
+    """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls an
+    environment's ``compute_terminated``.
 
     Args:
-        env: an environment that has the method ``compute_terminated(achieved_goal, desired_goal, info)``.
+        env: an environment that has the method
+            ``compute_terminated(achieved_goal, desired_goal, info)``.
         goal_key: as for :func:`gymnasium_reward_fn`.
         achieved_goal_key: as for :func:`gymnasium_reward_fn`.
         info_keys: as for :func:`gymnasium_reward_fn`.
-        vectorized: whether ``compute_terminated`` takes a batch of goals; if False, the method is called per row.
+        vectorized: whether ``compute_terminated`` takes a batch of goals; if False, the
+            method is called per row.
 
     Returns:
         A function that takes a batch ``[B]`` and returns flags, ``[B]`` bool.
@@ -89,11 +101,18 @@ def gymnasium_terminated_fn(
         >>> terminated_fn(TensorDict(goals, [2]))
         tensor([ True, False])
     """
-    return _caller(env, "compute_terminated", goal_key, achieved_goal_key, info_keys, vectorized)
+    return _caller(
+        env, "compute_terminated", goal_key, achieved_goal_key, info_keys, vectorized
+    )
 
 
 def _caller(
-    env: object, name: str, goal_key: NestedKey, achieved_goal_key: NestedKey, info_keys: Any, vectorized: bool
+    env: object,
+    name: str,
+    goal_key: NestedKey,
+    achieved_goal_key: NestedKey,
+    info_keys: Any,
+    vectorized: bool,
 ) -> TransitionFn:
     compute = _method(env, name)
     info_keys = {name: nested_key(key) for name, key in (info_keys or {}).items()}
@@ -105,8 +124,13 @@ def _caller(
         if vectorized:
             values = compute(achieved, desired, info)
         else:
-            infos = [{name: column[row] for name, column in info.items()} for row in range(len(achieved))]
-            values = [compute(*goals) for goals in zip(achieved, desired, infos, strict=True)]
+            infos = [
+                {name: column[row] for name, column in info.items()}
+                for row in range(len(achieved))
+            ]
+            values = [
+                compute(*goals) for goals in zip(achieved, desired, infos, strict=True)
+            ]
         return torch.from_numpy(np.asarray(values)).to(batch.device or "cpu")
 
     return call
@@ -120,5 +144,7 @@ def _method(env: object, name: str) -> Callable[..., Any]:
             if callable(method := getattr(candidate, name, None)):
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
-    missing = f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info)"
+    missing = (
+        f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info)"
+    )
     raise TypeError(f"{missing}: write a function of the batch")

@@ -33,48 +33,66 @@ _LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm
 
 
 class HindsightSampler(SamplerWrapper):
-    """Hindsight relabelling: replaces the goals of some drawn rows by goals that the agent achieved.
+    """Hindsight relabelling: replaces the goals of some drawn rows by goals that the
+    agent achieved.
 
-    The new goal is the ``("next", achieved_goal_key)`` of a row that ``strategy`` selects. The reward is recomputed for
-    the new goal, as are ``terminated`` and ``done`` if ``terminated_fn`` is given. The entry ``"relabeled"``, ``[B]``
-    bool, marks the relabelled rows. ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
+    The new goal is the ``("next", achieved_goal_key)`` of a row that ``strategy``
+    selects. The reward is recomputed for the new goal, as are ``terminated`` and
+    ``done`` if ``terminated_fn`` is given. The entry ``"relabeled"``, ``[B]`` bool,
+    marks the relabelled rows. ``her_ratio``, ``only_finished`` and ``future_gamma`` may
+    be set at any time.
 
     Args:
         sampler: draws the rows, and handles priorities, writes and state.
-        reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards, ``[B]`` or ``[B, 1]``. The
-            function must not change the batch. For a Gymnasium goal environment, use :func:`gymnasium_reward_fn`.
-        her_ratio: the probability that a row is relabelled, 0 to 1. The k new goals per transition in the
-            paper correspond to ``her_ratio = k / (k + 1)``; the default 0.8 corresponds to k = 4.
-        strategy: which rows may provide the new goal, by default with equal probabilities. ``"future"``: the row
-            itself and all later rows of its trajectory; ``"final"``: the last stored row of its trajectory;
-            ``"episode"``: all rows of its trajectory; ``"random"``: all rows of the buffer. A dict such as
-            ``{"future": 0.75, "random": 0.25}`` mixes strategies.
-        future_gamma: a discount from 0 to 1. ``"future"`` selects the row k steps ahead with a probability proportional
-            to ``future_gamma**k``. In contrastive RL, ``future_gamma`` is the discount factor of the return.
-        goal_key: the key of the desired goal, of any shape. If ``"next"`` also has this key, both goals are replaced.
-        achieved_goal_key: the key of the achieved goal in ``"next"``, of the desired goal's dtype and shape.
-        reward_key: the key of the reward. New rewards are converted to the stored dtype and shape.
-        terminated_fn: takes the same batch as ``reward_fn``, and returns whether each transition reaches a terminal
-            state under the new goal, bool. The result replaces ``terminated``, and ``done`` becomes
-            ``terminated | truncated``. By default, the stored flags are kept.
-        only_finished: relabel only rows of trajectories that have ended. ``"random"`` ignores this setting.
-        done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
+        reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards,
+            ``[B]`` or ``[B, 1]``. The function must not change the batch. For a
+            Gymnasium goal environment, use :func:`gymnasium_reward_fn`.
+        her_ratio: the probability that a row is relabelled, 0 to 1. The k new goals per
+            transition in the paper correspond to ``her_ratio = k / (k + 1)``; the
+            default 0.8 corresponds to k = 4.
+        strategy: which rows may provide the new goal, by default with equal
+            probabilities. ``"future"``: the row itself and all later rows of its
+            trajectory; ``"final"``: the last stored row of its trajectory;
+            ``"episode"``: all rows of its trajectory; ``"random"``: all rows of the
+            buffer. A dict such as ``{"future": 0.75, "random": 0.25}`` mixes
+            strategies.
+        future_gamma: a discount from 0 to 1. ``"future"`` selects the row k steps ahead
+            with a probability proportional to ``future_gamma**k``. In contrastive RL,
+            ``future_gamma`` is the discount factor of the return.
+        goal_key: the key of the desired goal, of any shape. If ``"next"`` also has this
+            key, both goals are replaced.
+        achieved_goal_key: the key of the achieved goal in ``"next"``, of the desired
+            goal's dtype and shape.
+        reward_key: the key of the reward. New rewards are converted to the stored dtype
+            and shape.
+        terminated_fn: takes the same batch as ``reward_fn``, and returns whether each
+            transition reaches a terminal state under the new goal, bool. The result
+            replaces ``terminated``, and ``done`` becomes ``terminated | truncated``. By
+            default, the stored flags are kept.
+        only_finished: relabel only rows of trajectories that have ended. ``"random"``
+            ignores this setting.
+        done_key, traj_key: the keys of the done flag and the trajectory id, as for
+            :class:`TrajectoryIndex`.
 
     Raises:
-        ValueError: an argument is out of range. When sampling: the desired and achieved goals differ in dtype or
-            shape, or a new reward has a wrong shape or is NaN, or is a whole number that the stored dtype cannot hold.
+        ValueError: an argument is out of range. When sampling: the desired and achieved
+            goals differ in dtype or shape, or a new reward has a wrong shape or is NaN,
+            or is a whole number that the stored dtype cannot hold.
         KeyError: (at the first draw) a key is not stored.
         TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler.
 
     Warns:
-        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
+        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories
+            alternate.
 
     Cost: O(B), in addition to the wrapped draw.
-    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
-    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022.
-    In contrast, TorchRL's ``HERReplayBuffer`` reads ``"achieved_goal"`` instead of ``("next", "achieved_goal")``, and
-    relabels the first rows of each batch. It supports neither ``ndim > 1`` nor trajectories that continue from the last
-    row of a full storage to the first.
+    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3
+    and 4.5; for ``future_gamma``: Eysenbach et al., Contrastive Learning as
+    Goal-Conditioned RL, NeurIPS 2022.
+    In contrast, TorchRL's ``HERReplayBuffer`` reads ``"achieved_goal"`` instead of
+    ``("next", "achieved_goal")``, and relabels the first rows of each batch. It
+    supports neither ``ndim > 1`` nor trajectories that continue from the last row of a
+    full storage to the first.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -96,7 +114,8 @@ class HindsightSampler(SamplerWrapper):
 
     _level = 1
     takes_goals = True
-    steps_needed = 8  # with fewer rows ahead, most new goals would be the row's own outcome
+    # with fewer rows ahead, most new goals would be the row's own outcome
+    steps_needed = 8
     report_keys = frozenset({"relabeled"})
     state_keys = ("her_ratio", "only_finished", "future_gamma")
     _shown = ("her_ratio", "strategy", "future_gamma")
@@ -123,8 +142,15 @@ class HindsightSampler(SamplerWrapper):
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
-        self.only_finished, self.future_gamma, self.her_ratio = only_finished, future_gamma, her_ratio
-        self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
+        self.only_finished, self.future_gamma, self.her_ratio = (
+            only_finished,
+            future_gamma,
+            her_ratio,
+        )
+        self.goal_key, self.achieved_goal_key = (
+            as_tuple(goal_key),
+            as_tuple(achieved_goal_key),
+        )
         self.reward_key = as_tuple(reward_key)
 
     def settings_changed(self) -> None:
@@ -136,15 +162,23 @@ class HindsightSampler(SamplerWrapper):
 
     def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
-        return partial(self._relabelled, storage, drawn, uniform, self.law)  # all reads of a batch follow one law
+        # all reads of a batch follow one law
+        return partial(self._relabelled, storage, drawn, uniform, self.law)
 
     def _relabelled(
-        self, storage: PackedStorage, drawn: Tensor, uniform: Tensor, law: Law, flat: Tensor, owner: Tensor | None
+        self,
+        storage: PackedStorage,
+        drawn: Tensor,
+        uniform: Tensor,
+        law: Law,
+        flat: Tensor,
+        owner: Tensor | None,
     ) -> TensorDictBase:
         """Read the rows ``flat``, and relabel some of them.
 
-        ``uniform`` has a random number for each of the ``drawn`` rows. Row ``i`` of the batch gets the goal of the
-        drawn row ``owner[i]``; None: the batch consists of the drawn rows.
+        ``uniform`` has a random number for each of the ``drawn`` rows. Row ``i`` of the
+        batch gets the goal of the drawn row ``owner[i]``; None: the batch consists of
+        the drawn rows.
         """
         batch, goal_keys = storage.gather(flat), self._goal_keys(storage)
         steps, mask = choose_goals(self.episodes_of(storage).spans(drawn), uniform, law)
@@ -152,8 +186,12 @@ class HindsightSampler(SamplerWrapper):
         begin, end = law.thresholds[-2:]
         if begin < end:
             is_random, live = (uniform >= begin) & (uniform < end), row_count(storage)
-            number = ((uniform - begin) / (end - begin) * live).clamp(max=live - 1).long()
-            rows = torch.where(is_random, nth_rows(storage, torch.where(is_random, number, 0)), rows)
+            number = (
+                ((uniform - begin) / (end - begin) * live).clamp(max=live - 1).long()
+            )
+            rows = torch.where(
+                is_random, nth_rows(storage, torch.where(is_random, number, 0)), rows
+            )
         if owner is not None:
             rows, mask = rows[owner], mask[owner]
         achieved = storage.all_rows().column_at(("next", *self.achieved_goal_key), rows)
@@ -166,47 +204,82 @@ class HindsightSampler(SamplerWrapper):
         return batch
 
     def recompute_(self, batch: TensorDictBase, mask: Tensor, reward: Tensor) -> None:
-        """Recompute the rewards and flags of the relabelled rows; ``mask``, ``[B]`` bool, selects these rows."""
+        """Recompute the rewards and flags of the relabelled rows; ``mask``, ``[B]``
+        bool, selects these rows."""
         new = self.reward_fn(batch)
-        if not (type(new) is Tensor and new.shape == reward.shape and new.dtype is reward.dtype and new.is_cpu):
+        if not (
+            type(new) is Tensor
+            and new.shape == reward.shape
+            and new.dtype is reward.dtype
+            and new.is_cpu
+        ):
             new = _fitted(new, reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
         if bad >= 0:
-            raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad}")
+            raise ValueError(
+                f"reward_fn returned NaN for relabelled rows, the first of them row {bad}"
+            )
         if self.terminated_fn is not None:
             self._end_(batch, mask)
 
     def _goal_keys(self, storage: PackedStorage) -> list[tuple[str, ...]]:
-        """Return the keys of the desired goals in a row; raise an error if a key is missing, or goals do not fit."""
-        outcome_key, next_key = ("next", *self.achieved_goal_key), ("next", *self.goal_key)
-        outcome = _needed(storage, outcome_key, "name the key of outcomes with achieved_goal_key")
+        """Return the keys of the desired goals in a row; raise an error if a key is
+        missing, or goals do not fit."""
+        outcome_key, next_key = (
+            ("next", *self.achieved_goal_key),
+            ("next", *self.goal_key),
+        )
+        outcome = _needed(
+            storage, outcome_key, "name the key of outcomes with achieved_goal_key"
+        )
         _needed(storage, self.reward_key, "name the key of rewards with reward_key")
         if self.terminated_fn is not None:
-            _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
-        goals = [_needed(storage, self.goal_key, "name the key of desired goals with goal_key")]
+            _needed(
+                storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it"
+            )
+        goals = [
+            _needed(
+                storage, self.goal_key, "name the key of desired goals with goal_key"
+            )
+        ]
         next_goal = leaf_stored(storage, next_key)
         if next_goal is not None:
             goals.append(next_goal)
         for goal in goals:
             if not goal.is_like(outcome):
-                one, other = (f"{leaf.dtype} of shape {tuple(leaf.shape)}" for leaf in (goal, outcome))
+                one, other = (
+                    f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+                    for leaf in (goal, outcome)
+                )
                 kinds = f"{show_key(goal.key)} is {one}, but {show_key(outcome_key)} {other}"
-                raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes")
+                raise ValueError(
+                    f"{kinds}: goals and outcomes must have equal dtypes and shapes"
+                )
         return [goal.key for goal in goals]
 
     @compiled_form_of("_reader", "_relabelled", "draw_batch", "batch_of")
-    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+    def reading(
+        self, storage: PackedStorage, size: int, is_stamped: bool
+    ) -> Reading | str:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         self._goal_keys(storage)
         if self.looks_up_with_torch(storage):
             return NO_LOOPS
-        if ("next", *self.achieved_goal_key) in storage.deduplicated or storage.all_rows().is_mapped:
-            return "goals of deduplicated rows, and of rows in a file, are read with torch"
+        if (
+            "next",
+            *self.achieved_goal_key,
+        ) in storage.deduplicated or storage.all_rows().is_mapped:
+            return (
+                "goals of deduplicated rows, and of rows in a file, are read with torch"
+            )
         return _RelabelledReading(self, storage, size, is_stamped)
 
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
-        terminated, truncated, done = (leaf_of(batch, (*beside, key)) for key in ("terminated", "truncated", "done"))
+        terminated, truncated, done = (
+            leaf_of(batch, (*beside, key))
+            for key in ("terminated", "truncated", "done")
+        )
         new = _fitted(self.terminated_fn(batch), terminated, "terminated_fn", "flag")  # pyrefly: ignore [not-callable]
         where = mask.view(-1, *[1] * (terminated.ndim - 1))
         if done is not None:
@@ -215,9 +288,16 @@ class HindsightSampler(SamplerWrapper):
         terminated.copy_(torch.where(where, new, terminated))
 
     def _revised_keys(self) -> Iterator[NestedKey]:
-        yield from (self.goal_key, ("next", *self.goal_key), self.reward_key, "relabeled")
+        yield from (
+            self.goal_key,
+            ("next", *self.goal_key),
+            self.reward_key,
+            "relabeled",
+        )
         if self.terminated_fn is not None:
-            yield from ((*self.reward_key[:-1], flag) for flag in ("terminated", "done"))
+            yield from (
+                (*self.reward_key[:-1], flag) for flag in ("terminated", "done")
+            )
 
 
 class _RelabelledReading(Reading):
@@ -225,24 +305,43 @@ class _RelabelledReading(Reading):
 
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
-    def __init__(self, wrapper: HindsightSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
+    def __init__(
+        self,
+        wrapper: HindsightSampler,
+        storage: PackedStorage,
+        size: int,
+        is_stamped: bool,
+    ) -> None:
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
         achieved, places = ("next", *wrapper.achieved_goal_key), self.rows.layout.places
-        self.goals = np.array([places[key] for key in (achieved, *wrapper._goal_keys(storage))], np.int64)
+        self.goals = np.array(
+            [places[key] for key in (achieved, *wrapper._goal_keys(storage))], np.int64
+        )
         self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.relabel = machine_code(kernels.relabel, law=wrapper.law, goals=self.goals)
 
-    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+    def __call__(
+        self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
+    ) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if not super().__call__(slots, slot, flat, drawn, live):
             return False
-        wrapper, count, relabeled = self.wrapper, drawn.shape[0], slot.report["relabeled"]
+        wrapper, count, relabeled = (
+            self.wrapper,
+            drawn.shape[0],
+            slot.report["relabeled"],
+        )
         uniform = self.uniform[:count]
         fill_uniform_(uniform, wrapper._rng)
-        places = slot.targets, relabeled.data_ptr(), drawn.data_ptr(), uniform.data_ptr()
+        places = (
+            slot.targets,
+            relabeled.data_ptr(),
+            drawn.data_ptr(),
+            uniform.data_ptr(),
+        )
         given = self.storage.episodes_now().address, self.address, *places, count
         self.relabel(*given, wrapper.law, *self.storage.ring.numbered(), self.goals)
         wrapper.recompute_(slot.batch, relabeled, slot.leaves[self.reward])
@@ -253,30 +352,44 @@ class _RelabelledReading(Reading):
 def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Leaf:
     leaf = leaf_stored(storage, key)
     if leaf is None:
-        raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
+        raise KeyError(
+            f"hindsight needs {show_key(key)}, which is not stored: {remedy}"
+        )
     return leaf
 
 
 def _cumulative(strategy: Strategy | Mapping[Strategy, float]) -> list[float]:
-    """Check ``strategy``; return its cumulative probabilities in the order of ``STRATEGIES``."""
+    """Check ``strategy``; return its cumulative probabilities in the order of
+    ``STRATEGIES``."""
     names = [*strategy] if isinstance(strategy, Mapping) else [strategy]
     unknown = [name for name in names if name not in (*STRATEGIES,)]
     if unknown:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}")
+        raise ValueError(
+            f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}"
+        )
     given = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
     mixture = {name: as_number(share) for name, share in given.items()}
     total = sum(mixture.values())
     if any(not share >= 0 for share in mixture.values()) or abs(total - 1.0) > 1e-9:
-        raise ValueError(f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {given}")
-    return [*accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]), 1.0]
+        raise ValueError(
+            f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {given}"
+        )
+    return [
+        *accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]),
+        1.0,
+    ]
 
 
 def _fitted(values: object, like: Tensor, source: str, name: str) -> Tensor:
-    """Convert the output of a user's function, one value per row, to the shape and dtype of the tensor ``like``."""
+    """Convert the output of a user's function, one value per row, to the shape and
+    dtype of the tensor ``like``."""
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:
-        if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:
+        if (
+            values.shape not in (like.shape[:1], (*like.shape[:1], 1))
+            or like.shape[1:].numel() != 1
+        ):
             shapes = f"shape {tuple(like.shape)} or [{len(like)}], got shape {tuple(values.shape)}"
             raise ValueError(f"{source} must return one {name} per row, of {shapes}")
         values = values.view(like.shape)

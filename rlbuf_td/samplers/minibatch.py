@@ -21,19 +21,22 @@ _PROGRESS = "begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_ba
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
-    ``for batch in rb`` ends after the last batch of the last epoch. Any write restarts with the first epoch. TorchRL's
-    ``SamplerWithoutReplacement`` draws the same rows for the same seed, but does not restart after a write to a full
-    buffer, because the number of rows stays the same.
+    ``for batch in rb`` ends after the last batch of the last epoch. Any write restarts
+    with the first epoch. TorchRL's ``SamplerWithoutReplacement`` draws the same rows
+    for the same seed, but does not restart after a write to a full buffer, because the
+    number of rows stays the same.
 
     Args:
         epochs: the number of passes over all rows, at least 1; may be set at any time.
-        shuffle: whether each epoch has a new random order. If False, rows are drawn in storage order, which in a full
-            ring does not begin with the oldest row.
-        drop_last: whether to drop the last rows of an epoch if they do not fill a batch.
+        shuffle: whether each epoch has a new random order. If False, rows are drawn in
+            storage order, which in a full ring does not begin with the oldest row.
+        drop_last: whether to drop the last rows of an epoch if they do not fill a
+            batch.
 
     Raises:
-        ValueError: ``epochs`` is not a positive whole number; (when sampling) another buffer uses the sampler, the
-            batch size is below 1, or the buffer has fewer rows than a batch and ``drop_last`` is set.
+        ValueError: ``epochs`` is not a positive whole number; (when sampling) another
+            buffer uses the sampler, the batch size is below 1, or the buffer has fewer
+            rows than a batch and ``drop_last`` is set.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B) per batch, and one permutation per epoch.
@@ -49,12 +52,15 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     epochs: int = setting(whole(1))
     shuffle: bool = setting(lambda _, value: bool(value))
-    _order: Tensor | None = None  # all rows in the order of this epoch; None: not drawn yet
+    # all rows in the order of this epoch; None: not drawn yet
+    _order: Tensor | None = None
     _position = 0
     begun: object = None  # another object since each restart
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
-    def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
+    def __init__(
+        self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
         super().__init__(drop_last=drop_last, shuffle=shuffle)
         self.epochs = epochs
         self.len_storage: int = 0
@@ -63,12 +69,18 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = False  # the loaded state was saved inside such a loop
         self._serves = OneStorage()
 
-    epoch = property(attrgetter("_epoch"), doc="The number of finished epochs, ``0 <= epoch < epochs``.")
-    position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
+    epoch = property(
+        attrgetter("_epoch"),
+        doc="The number of finished epochs, ``0 <= epoch < epochs``.",
+    )
+    position = property(
+        attrgetter("_position"), doc="How many rows of this epoch have been drawn."
+    )
 
     @property
     def progress(self) -> tuple[Any, ...]:
-        """How far the epochs are; setting an earlier progress of the same epochs draws the rows since then again."""
+        """How far the epochs are; setting an earlier progress of the same epochs draws
+        the rows since then again."""
         return tuple(getattr(self, name) for name in _PROGRESS)
 
     @progress.setter
@@ -83,42 +95,62 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             self._order, self._position = None, 0
         self._epoch = 0
         self._resumes = self.ran_out = False
-        self._remaining_batches = torch.iinfo(torch.int64).max  # unknown before the first draw
+        # unknown before the first draw
+        self._remaining_batches = torch.iinfo(torch.int64).max
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def draw(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        return nth_rows(storage, self.draw_numbers(storage, row_count(storage), batch_size)), {}
+        return nth_rows(
+            storage, self.draw_numbers(storage, row_count(storage), batch_size)
+        ), {}
 
-    def draw_numbers(self, storage: Storage, count: int, batch_size: int, things: str = "rows") -> Tensor:
-        """Draw the next ``batch_size`` of the numbers ``0 .. count - 1``, each once per epoch.
+    def draw_numbers(
+        self, storage: Storage, count: int, batch_size: int, things: str = "rows"
+    ) -> Tensor:
+        """Draw the next ``batch_size`` of the numbers ``0 .. count - 1``, each once per
+        epoch.
 
-        These are the numbers of all rows, or of what a wrapper divides them into; an error calls them ``things``.
+        These are the numbers of all rows, or of what a wrapper divides them into; an
+        error calls them ``things``.
         """
         if count == 0:
             raise RuntimeError(EMPTY)
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}: epochs of empty batches never end")
+            raise ValueError(
+                f"batch_size must be at least 1, got {batch_size}: epochs of empty batches never end"
+            )
         if self.drop_last and count < batch_size:
-            raise ValueError(f"drop_last leaves no batch: {count} {things} are fewer than the batch size {batch_size}")
+            raise ValueError(
+                f"drop_last leaves no batch: {count} {things} are fewer than the batch size {batch_size}"
+            )
         self._serves.claim(storage)
         order = self._order
         if order is None or count != self.len_storage or not order.is_cpu:
             order = self._order_of(storage, count)
-        start, per_epoch = self._position, count // batch_size if self.drop_last else -(-count // batch_size)
+        start, per_epoch = (
+            self._position,
+            count // batch_size if self.drop_last else -(-count // batch_size),
+        )
         self._position = stop = min(start + batch_size, count)
         ends = stop == count or (self.drop_last and count - stop < batch_size)
         if ends:
-            # Draw the next order now: the generator then has the same state as with TorchRL's class.
+            # Draw the next order now: the generator then has the same state as with
+            # TorchRL's class.
             self._order, self._position = self._new_order(count, storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
         self._ran_out = ends and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads do not draw beyond this number of batches.
-        self._remaining_batches = 0 if self._ran_out else self.epochs * per_epoch - drawn
+        self._remaining_batches = (
+            0 if self._ran_out else self.epochs * per_epoch - drawn
+        )
         return order[start:stop].clone()
 
     def _order_of(self, storage: Storage, count: int) -> Tensor:
-        """Return the numbers ``0 .. count - 1`` in the order of the current epoch, on the storage's device."""
+        """Return the numbers ``0 .. count - 1`` in the order of the current epoch, on
+        the storage's device."""
         if count != self.len_storage:
             self.restart()
             self._order, self.len_storage = None, count
@@ -129,11 +161,16 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def _new_order(self, rows: int, storage: Storage) -> Tensor:
         device = device_of(storage)
-        return permutation(rows, self._rng, device) if self.shuffle else torch.arange(rows, device=device)
+        return (
+            permutation(rows, self._rng, device)
+            if self.shuffle
+            else torch.arange(rows, device=device)
+        )
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        if not self._position:  # no row of the order has been drawn, and ``shuffle`` may have changed
+        # no row of the order has been drawn, and ``shuffle`` may have changed
+        if not self._position:
             self._order = None
 
     def add(self, index: object) -> None:
@@ -148,7 +185,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._order, self.len_storage = None, 0
 
     def begin_pass(self) -> bool:
-        """Begin a ``for`` loop over all epochs, or continue a restored one; return whether a batch is left to draw."""
+        """Begin a ``for`` loop over all epochs, or continue a restored one; return
+        whether a batch is left to draw."""
         resumes, self._resumes, self._in_pass = self._resumes, False, True
         if not resumes:
             self.restart()
@@ -159,21 +197,42 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._in_pass = False
 
     def snapshot(self) -> State:
-        """Return the settings, the position in the epoch, and the epoch's order of rows (not copied)."""
-        names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
+        """Return the settings, the position in the epoch, and the epoch's order of rows
+        (not copied)."""
+        names = (
+            "epochs",
+            "shuffle",
+            "drop_last",
+            "epoch",
+            "position",
+            "len_storage",
+            "ran_out",
+        )
         order = None if self._order is None else alias_of(self._order)
-        return {name: getattr(self, name) for name in names} | {"order": order, "in_pass": self._in_pass}
+        return {name: getattr(self, name) for name in names} | {
+            "order": order,
+            "in_pass": self._in_pass,
+        }
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a :meth:`state_dict`. ValueError if the saved order or position is invalid; nothing changes then."""
+        """Restore a :meth:`state_dict`. ValueError if the saved order or position is
+        invalid; nothing changes then."""
         with state_of(self):
             order, rows = state_dict["order"], int(state_dict["len_storage"])
-            epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
+            epochs, epoch, position = (
+                int(state_dict[name]) for name in ("epochs", "epoch", "position")
+            )
             if order is not None and not _is_order(order, rows):
-                raise ValueError(f"the saved order does not contain each of {rows} rows once")
+                raise ValueError(
+                    f"the saved order does not contain each of {rows} rows once"
+                )
             if not (0 <= epoch < epochs and 0 <= position <= rows):
-                raise ValueError(f"epoch {epoch} of {epochs}, position {position} of {rows} is not a valid position")
-            shuffle, drop_last, ran_out = (bool(state_dict[name]) for name in ("shuffle", "drop_last", "ran_out"))
+                raise ValueError(
+                    f"epoch {epoch} of {epochs}, position {position} of {rows} is not a valid position"
+                )
+            shuffle, drop_last, ran_out = (
+                bool(state_dict[name]) for name in ("shuffle", "drop_last", "ran_out")
+            )
             self.epochs, self.shuffle, self.drop_last = epochs, shuffle, drop_last
             self._epoch, self._position = epoch, position
             self._order = None if order is None else order.clone()
@@ -183,4 +242,6 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
 def _is_order(order: Tensor, rows: int) -> bool:
     is_whole = order.dtype is torch.int64 and order.shape == (rows,)
-    return is_whole and torch.equal(order.sort().values, torch.arange(rows, device=order.device))
+    return is_whole and torch.equal(
+        order.sort().values, torch.arange(rows, device=order.device)
+    )

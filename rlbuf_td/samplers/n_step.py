@@ -18,7 +18,14 @@ from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code, reco
 from rlbuf_td.kernels.wrappers import n_step_sums
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, leaf_stored, reading_of, summable
+from rlbuf_td.samplers.wrapper import (
+    NO_LOOPS,
+    Read,
+    SamplerWrapper,
+    leaf_stored,
+    reading_of,
+    summable,
+)
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -30,9 +37,14 @@ _SET = Struct("qdq")  # the fields ``n``, ``gamma`` and ``taken`` of a ``STEPS``
 
 
 def joins_steps(wrapper: SamplerWrapper | None) -> bool:
-    """Whether a wrapper or one of its wrapped samplers is an NStepSampler with more than one step."""
-    while wrapper is not None and not (isinstance(wrapper, NStepSampler) and wrapper.n_steps > 1):
-        wrapper = wrapper.sampler if isinstance(wrapper.sampler, SamplerWrapper) else None
+    """Whether a wrapper or one of its wrapped samplers is an NStepSampler with more
+    than one step."""
+    while wrapper is not None and not (
+        isinstance(wrapper, NStepSampler) and wrapper.n_steps > 1
+    ):
+        wrapper = (
+            wrapper.sampler if isinstance(wrapper.sampler, SamplerWrapper) else None
+        )
     return wrapper is not None
 
 
@@ -41,31 +53,41 @@ class NStepSampler(SamplerWrapper):
 
     .. math:: r = \sum_{k=0}^{m-1} \gamma^k r_{t+k}, \quad m = \min(n, \text{steps to the end of the trajectory})
 
-    The sum :math:`r` replaces the reward. All other entries of ``"next"`` are those of the last row in the sum. The new
-    entry ``"steps_to_next_obs"`` is :math:`m`, which TorchRL's losses use for discounting. A sum stops at the end of
-    the trajectory or at the newest row, where the loss bootstraps unless the state is terminal. With a prioritized
-    sampler, the TD error of an n-step transition updates the priority of the drawn row.
+    The sum :math:`r` replaces the reward. All other entries of ``"next"`` are those of
+    the last row in the sum. The new entry ``"steps_to_next_obs"`` is :math:`m`, which
+    TorchRL's losses use for discounting. A sum stops at the end of the trajectory or at
+    the newest row, where the loss bootstraps unless the state is terminal. With a
+    prioritized sampler, the TD error of an n-step transition updates the priority of
+    the drawn row.
 
     Args:
-        sampler: draws the rows, for example a :class:`UniformSampler` or a :class:`HindsightSampler`. With hindsight,
-            all rewards of a sum are for the same goal, and the sum also stops where ``terminated_fn`` returns True.
-        n_steps: n, the largest number of rewards in a sum, at least 1; may be set at any time.
+        sampler: draws the rows, for example a :class:`UniformSampler` or a
+            :class:`HindsightSampler`. With hindsight, all rewards of a sum are for the
+            same goal, and the sum also stops where ``terminated_fn`` returns True.
+        n_steps: n, the largest number of rewards in a sum, at least 1; may be set at
+            any time.
         gamma: the discount factor, 0 to 1; may be set at any time.
-        reward_key: the key of the reward, which must be in ``"next"`` and have a floating dtype.
-        done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
+        reward_key: the key of the reward, which must be in ``"next"`` and have a
+            floating dtype.
+        done_key, traj_key: the keys of the done flag and the trajectory id, as for
+            :class:`TrajectoryIndex`.
 
     Raises:
         ValueError: an argument is out of range, or ``reward_key`` is not in ``"next"``.
-        KeyError: (at the first draw) the reward is not stored, or neither done flags nor trajectory ids are stored.
-        TypeError: the wrapped sampler draws sequences or n-step transitions; (at the first draw) the reward's dtype is
-            not floating, or flags of each agent are stored beside the reward, such as ``("next", group, "done")``.
+        KeyError: (at the first draw) the reward is not stored, or neither done flags
+            nor trajectory ids are stored.
+        TypeError: the wrapped sampler draws sequences or n-step transitions; (at the
+            first draw) the reward's dtype is not floating, or flags of each agent are
+            stored beside the reward, such as ``("next", group, "done")``.
 
     Warns:
-        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
+        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories
+            alternate.
 
     Cost: O(B * n).
-    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In contrast to TorchRL's ``MultiStep``,
-    the buffer stores one-step transitions, so that n may change during training.
+    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In
+    contrast to TorchRL's ``MultiStep``, the buffer stores one-step transitions, so that
+    n may change during training.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -104,7 +126,9 @@ class NStepSampler(SamplerWrapper):
         self.n_steps, self.gamma = n_steps, gamma
         self.reward_key = as_tuple(reward_key)
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
-            raise ValueError(f"the reward of a transition must be in 'next', got reward_key={reward_key!r}")
+            raise ValueError(
+                f"the reward of a transition must be in 'next', got reward_key={reward_key!r}"
+            )
 
     @property
     def steps_needed(self) -> int:
@@ -114,18 +138,29 @@ class NStepSampler(SamplerWrapper):
     def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         return partial(self._summed, storage, super()._reader(storage, drawn))
 
-    def _summed(self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
+    def _summed(
+        self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None
+    ) -> TensorDictBase:
         n, rows = self.n_steps, storage.all_rows()
         self._reward_of(storage)
         episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
         last = episodes.spans(flat).ahead.clamp(max=n - 1)
-        window = storage.ring.cells_after(flat[:, None], step.minimum(last[:, None]))  # then the last row, repeated
+        # then the last row, repeated
+        window = storage.ring.cells_after(flat[:, None], step.minimum(last[:, None]))
         if not self.takes_goals:
             reward = rows.column_at(self.reward_key, window)
             batch = rows.joined_at(flat, window[:, -1])
-        else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
-            batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
-            steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
+        # the wrapped sampler may change rewards and flags: let it read the rows of all
+        # steps
+        else:
+            batch, first = (
+                read(flat, owner),
+                torch.arange(len(flat), device=flat.device),
+            )
+            steps = read(
+                window.flatten(),
+                (first if owner is None else owner).repeat_interleave(n),
+            )
             for key in episodes.flags:  # the first step that now ends the episode
                 flags = leaf_of(steps, key)
                 is_end = flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
@@ -134,21 +169,39 @@ class NStepSampler(SamplerWrapper):
             set_entries_(batch, {"next": steps.get("next")[first * n + last]})
         total = n_step_sums(reward, last, self.gamma)
         leaf_of(batch, self.reward_key).copy_(total)
-        set_entries_(batch, {"steps_to_next_obs": (last + 1).view(-1, *[1] * (total.ndim - 1))})
+        set_entries_(
+            batch, {"steps_to_next_obs": (last + 1).view(-1, *[1] * (total.ndim - 1))}
+        )
         return batch
 
     def _reward_of(self, storage: PackedStorage) -> Leaf:
-        """Return the dtype and the shape of the reward; TypeError if it is of agents that end at different steps."""
-        reward, (*group, _) = summable(storage, self.reward_key, "n-step returns"), self.reward_key
-        for key in [(*group, name) for name in ("done", "terminated", "truncated")] if len(group) > 1 else []:
+        """Return the dtype and the shape of the reward; TypeError if it is of agents
+        that end at different steps."""
+        reward, (*group, _) = (
+            summable(storage, self.reward_key, "n-step returns"),
+            self.reward_key,
+        )
+        for key in (
+            [(*group, name) for name in ("done", "terminated", "truncated")]
+            if len(group) > 1
+            else []
+        ):
             flags = leaf_stored(storage, key)
-            if flags is not None and flags.dtype is torch.bool and flags.shape[:1] == reward.shape[:1]:
+            if (
+                flags is not None
+                and flags.dtype is torch.bool
+                and flags.shape[:1] == reward.shape[:1]
+            ):
                 remedy = f"store the rows without {group[1:]} flags if all agents end together, else one agent per lane"
-                raise TypeError(f"n-step sums end with the trajectory, not at {show_key(key)} of each agent: {remedy}")
+                raise TypeError(
+                    f"n-step sums end with the trajectory, not at {show_key(key)} of each agent: {remedy}"
+                )
         return reward
 
     @compiled_form_of("_reader", "_summed", "draw_batch", "batch_of")
-    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+    def reading(
+        self, storage: PackedStorage, size: int, is_stamped: bool
+    ) -> Reading | str:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         reward = self._reward_of(storage)
         if self.looks_up_with_torch(storage):
@@ -158,7 +211,11 @@ class NStepSampler(SamplerWrapper):
         inner = reading_of(self.sampler, storage, size, is_stamped)
         if type(inner) is Reading:
             return _JoinedReading(self, storage, size, is_stamped)
-        return inner if isinstance(inner, str) else _RevisedSteps(self, storage, size, is_stamped)
+        return (
+            inner
+            if isinstance(inner, str)
+            else _RevisedSteps(self, storage, size, is_stamped)
+        )
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -168,46 +225,79 @@ class NStepSampler(SamplerWrapper):
 class _JoinedReading(Reading):
     """Gathers n-step transitions."""
 
-    def __init__(self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
+    def __init__(
+        self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool
+    ) -> None:
         super().__init__(storage, size, is_stamped)
         leaves, reward = self.rows.layout.leaves, wrapper._reward_of(storage)
-        kinds = [REWARD if leaf is reward else NEXT if leaf.key[0] == "next" else ROOT for leaf in leaves]
-        self.columns = np.column_stack((kinds, [leaf.dtype.itemsize for leaf in leaves]))
+        kinds = [
+            REWARD if leaf is reward else NEXT if leaf.key[0] == "next" else ROOT
+            for leaf in leaves
+        ]
+        self.columns = np.column_stack(
+            (kinds, [leaf.dtype.itemsize for leaf in leaves])
+        )
         self.describe(np.column_stack((self.rows.extents, self.columns)))
-        self.entries = [("steps_to_next_obs", (torch.int64, torch.Size([1] * len(reward.shape))))]
+        self.entries = [
+            ("steps_to_next_obs", (torch.int64, torch.Size([1] * len(reward.shape))))
+        ]
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
-        self.joined_at, self.joined_bytes = self.joined.ctypes.data, self.joined.view(np.uint8).data
+        self.joined_at, self.joined_bytes = (
+            self.joined.ctypes.data,
+            self.joined.view(np.uint8).data,
+        )
         self.kernel = loop("wrappers.cpu", "n_step")
         if self.observations:
             self.entry_kernel = loop("batch.entries_cpu", "read_joined_entries")
 
-    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+    def __call__(
+        self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
+    ) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if self.rows.is_mapped:
             self.rows.ask_for(flat)
         at, steps = flat.data_ptr(), self.steps_of(slot, self.wrapper.n_steps)
-        if not self.kernel(self.storage.episodes_now().address, self.address, at, slot.targets, steps, live):
+        if not self.kernel(
+            self.storage.episodes_now().address,
+            self.address,
+            at,
+            slot.targets,
+            steps,
+            live,
+        ):
             return False
         if self.observations:
-            self.entry_kernel(self.address, at, slot.targets, self.ends_at, self.observations)
+            self.entry_kernel(
+                self.address, at, slot.targets, self.ends_at, self.observations
+            )
         return True
 
     def steps_of(self, slot: BatchSlot, n: int) -> int:
         """Return the address of a ``STEPS`` record for a batch."""
-        _SET.pack_into(self.joined_bytes, 0, n, self.wrapper.gamma, slot.report["steps_to_next_obs"].data_ptr())
+        _SET.pack_into(
+            self.joined_bytes,
+            0,
+            n,
+            self.wrapper.gamma,
+            slot.report["steps_to_next_obs"].data_ptr(),
+        )
         return self.joined_at
 
 
 class _RevisedSteps(_JoinedReading):
-    """Joins steps whose rewards and flags the wrapped sampler revises: reads the rows of all steps."""
+    """Joins steps whose rewards and flags the wrapped sampler revises: reads the rows
+    of all steps."""
 
-    def __init__(self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
+    def __init__(
+        self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool
+    ) -> None:
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(wrapper, storage, size, is_stamped)
-        self.describe(np.column_stack((self.rows.layout.extents, self.columns)))  # of tensors, which have all leaves
+        # of tensors, which have all leaves
+        self.describe(np.column_stack((self.rows.layout.extents, self.columns)))
         self.flags = self.targets_of(wrapper.episodes_of(storage).flags)
         self.list_steps = loop("wrappers.cpu", "list_steps")
         self.kernel = machine_code(kernels.join_steps, ends=self.flags)
@@ -216,20 +306,35 @@ class _RevisedSteps(_JoinedReading):
 
     def _read_steps(self) -> None:
         """Make the memory for the rows of all steps."""
-        n, self.n = self.wrapper.n_steps, 0  # 0 until all memory is there: otherwise, the next call tries again
-        self.inner = cast("Reading", reading_of(self.wrapper.sampler, self.storage, self.size * n, False))
-        self.slots_of_steps = BatchSlots(self.rows.layout, self.inner.named(), self.inner.size)
+        # 0 until all memory is there: otherwise, the next call tries again
+        n, self.n = self.wrapper.n_steps, 0
+        self.inner = cast(
+            "Reading",
+            reading_of(self.wrapper.sampler, self.storage, self.size * n, False),
+        )
+        self.slots_of_steps = BatchSlots(
+            self.rows.layout, self.inner.named(), self.inner.size
+        )
         self.listed = torch.zeros(self.size * n, dtype=torch.int64, device="cpu")
         self.n = n
 
-    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+    def __call__(
+        self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
+    ) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if self.wrapper.n_steps != self.n:
             self._read_steps()
-        # Not the wrapper's number: another thread may set a larger number of steps than there is memory for.
-        at, steps, read = flat.data_ptr(), self.steps_of(slot, self.n), self.slots_of_steps.take()
+        # Not the wrapper's number: another thread may set a larger number of steps than
+        # there is memory for.
+        at, steps, read = (
+            flat.data_ptr(),
+            self.steps_of(slot, self.n),
+            self.slots_of_steps.take(),
+        )
         episodes, listed = self.storage.episodes_now().address, self.listed
-        if not self.list_steps(episodes, self.address, at, listed.data_ptr(), slot.targets, steps, live):
+        if not self.list_steps(
+            episodes, self.address, at, listed.data_ptr(), slot.targets, steps, live
+        ):
             return False
         self.inner(self.slots_of_steps, read, listed, drawn, live)
         self.kernel(self.address, slot.targets, read.targets, steps, self.flags)

@@ -1,4 +1,5 @@
-"""The priorities of a storage's rows, and the base class of the rules that convert TD errors to probabilities."""
+"""The priorities of a storage's rows, and the base class of the rules that convert TD
+errors to probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.batch import UPDATE
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, untraced, uses_numba
+from rlbuf_td.kernels.dispatch import (
+    backend_of,
+    compiled_form,
+    record_of,
+    untraced,
+    uses_numba,
+)
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
@@ -26,16 +33,24 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import Ring, refuse_stamps
 
-ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
+# indices of the shared settings; WEIGHED: the alpha of the stored weights
+ALPHA, BETA, LARGEST, WEIGHED = range(4)
 
 
 class PriorityRule(ABC):
-    """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, holds flat indices of rows."""
+    """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, holds
+    flat indices of rows."""
 
-    table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
+    # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows
+    # without a priority
+    table: Any
     eps = min_priority = 0.0  # what is added to magnitudes, and their lower bound
-    weighs_rows = False  # whether the table holds a weight of each row, which depends on alpha
-    first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
+    # whether the table holds a weight of each row, which depends on alpha
+    weighs_rows = False
+    first = property(
+        lambda self: max(1.0, self.min_priority),
+        doc="Magnitude of new rows before any TD error.",
+    )
 
     def __init__(self, settings: SharedNumbers) -> None:
         self.settings = settings
@@ -45,14 +60,24 @@ class PriorityRule(ABC):
         """Create an empty table for the priorities of ``capacity`` rows."""
 
     @abstractmethod
-    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn."""
+    def draw(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
+        CPU) if no row can be drawn."""
 
     @abstractmethod
     def draw_into(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, flat: Tensor, weight: Tensor
+        self,
+        uniform: Tensor,
+        rows: int,
+        stratified: bool,
+        norm: str | None,
+        flat: Tensor,
+        weight: Tensor,
     ) -> None:
-        """Write what :meth:`draw` returns, with the current alpha, to ``flat`` and ``weight`` in host memory."""
+        """Write what :meth:`draw` returns, with the current alpha, to ``flat`` and
+        ``weight`` in host memory."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -60,33 +85,46 @@ class PriorityRule(ABC):
 
     @abstractmethod
     def least_probability(self) -> float | Tensor:
-        """Return the smallest positive probability of all rows, float64; infinite if no row can be drawn."""
+        """Return the smallest positive probability of all rows, float64; infinite if no
+        row can be drawn."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Store the importance weights of the rows in ``flat`` in ``weight[:len(flat)]``.
+        """Store the importance weights of the rows in ``flat`` in
+        ``weight[:len(flat)]``.
 
-        Before the call, ``weight[0]`` must be the importance weight of the one row in ``drawn`` (shape ``[1]``).
+        Before the call, ``weight[0]`` must be the importance weight of the one row in
+        ``drawn`` (shape ``[1]``).
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
         ratio = torch.where(probability[:-1] > 0.0, ratio, 1.0)
-        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(max=MOST_RATIO).to(weight.dtype)
+        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(
+            max=MOST_RATIO
+        ).to(weight.dtype)
 
     def floored(self, td_error: Tensor) -> Tensor:
         """Raise the magnitudes of TD errors to :attr:`min_priority`."""
-        return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
+        return (
+            td_error.abs().clamp_(min=self.min_priority)
+            if self.min_priority
+            else td_error
+        )
 
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
-        """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the arguments and the result."""
+        """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the
+        arguments and the result."""
 
     @abstractmethod
     def update_loop(self) -> Callable[..., Any]:
-        """Return the compiled function that updates priorities, such as ``kernels.batch.cpu.update_proportional``."""
+        """Return the compiled function that updates priorities, such as
+        ``kernels.batch.cpu.update_proportional``."""
 
     @abstractmethod
-    def refresh_weights(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
-        """Recompute derived values, such as ``p ** alpha`` of each row, if alpha has changed or ``anew`` is True."""
+    # the caller holds the buffer's lock
+    def refresh_weights(self, anew: bool = False) -> None:
+        """Recompute derived values, such as ``p ** alpha`` of each row, if alpha has
+        changed or ``anew`` is True."""
 
     @abstractmethod
     def check(self) -> None:
@@ -98,12 +136,15 @@ class PriorityRule(ABC):
 
 
 def _are_pairs(index: Any, device: torch.device) -> bool:
-    is_like = type(index) is Tensor and index.dtype is torch.int64 and index.device == device
+    is_like = (
+        type(index) is Tensor and index.dtype is torch.int64 and index.device == device
+    )
     return is_like and index.ndim == 2 and index.shape[1] == 2
 
 
 class Priorities:
-    """The priorities of the rows of one storage. A row's *magnitude* is its ``|td_error|``."""
+    """The priorities of the rows of one storage. A row's *magnitude* is its
+    ``|td_error|``."""
 
     def __init__(self, rule: PriorityRule, capacity: int, device: Any) -> None:
         self.rule, self.settings = rule, rule.settings
@@ -113,21 +154,31 @@ class Priorities:
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
-        self._inputs = HostTensors([])  # recognizes tensors like those of the last update
-        self._record: tuple[Any, ...] = (), None, 0  # what compiled code reads; see `record_at`
+        # recognizes tensors like those of the last update
+        self._inputs = HostTensors([])
+        # what compiled code reads; see `record_at`
+        self._record: tuple[Any, ...] = (), None, 0
         rule.table = rule.make(capacity, self.device)
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude so far, -1 if there is none; on other devices than the CPU, a 0-dim tensor."""
-        return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
+        """The largest magnitude so far, -1 if there is none; on other devices than the
+        CPU, a 0-dim tensor."""
+        return (
+            self.settings[LARGEST]
+            if self._largest_on_device is None
+            else self._largest_on_device
+        )
 
     @largest.setter
     def largest(self, value: float | Tensor) -> None:
         if isinstance(value, Tensor):  # on another device than the CPU
             self._largest_on_device = value
         else:
-            self._largest_on_device, self.settings[LARGEST] = None, min(value, LARGEST_MAGNITUDE)
+            self._largest_on_device, self.settings[LARGEST] = (
+                None,
+                min(value, LARGEST_MAGNITUDE),
+            )
 
     @property
     def initial(self) -> Any:
@@ -138,14 +189,23 @@ class Priorities:
         return self.rule.first if largest < 0 else largest
 
     def rows(self, index: object, storage: Storage | None) -> Tensor:
-        """Convert an index to flat rows; on the CPU, raise an IndexError if a row is out of range."""
+        """Convert an index to flat rows; on the CPU, raise an IndexError if a row is
+        out of range."""
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
-        if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity:
-            raise IndexError(f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}")
+        if (
+            is_on_host
+            and flat.numel()
+            and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity
+        ):
+            raise IndexError(
+                f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}"
+            )
         return flat
 
-    @untraced("an update on the CPU checks its input, and changes numbers that no graph knows")
+    @untraced(
+        "an update on the CPU checks its input, and changes numbers that no graph knows"
+    )
     def assign(
         self,
         index: object,
@@ -156,13 +216,17 @@ class Priorities:
         stamp: Tensor | None = None,
         windows: Windows | None = None,
     ) -> int | Tensor:
-        """Set the priorities of rows from TD errors; if ``counts``, these can increase ``largest``.
+        """Set the priorities of rows from TD errors; if ``counts``, these can increase
+        ``largest``.
 
-        If ``counts`` and the storage is given, the rows must have been written; otherwise, they may be new. Rows that
-        are gone since they got their ``stamp``, ``[B]``, are skipped. Return the number of these rows. With
-        ``windows``, index, TD errors and stamps are those of a batch, and the rows are the anchors.
+        If ``counts`` and the storage is given, the rows must have been written;
+        otherwise, they may be new. Rows that are gone since they got their ``stamp``,
+        ``[B]``, are skipped. Return the number of these rows. With ``windows``, index,
+        TD errors and stamps are those of a batch, and the rows are the anchors.
         """
-        if storage is not None and (storage.max_size > self.capacity or self.serves._storage() is not storage):
+        if storage is not None and (
+            storage.max_size > self.capacity or self.serves._storage() is not storage
+        ):
             self.move_to(storage)
         self.rule.refresh_weights()
         rows, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
@@ -170,7 +234,9 @@ class Priorities:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
             rows = live if are_cells else len(storage)
             has_holes = live < rows
-        given: tuple[Any, ...] = (index, priority) if stamp is None else (index, priority, stamp)
+        given: tuple[Any, ...] = (
+            (index, priority) if stamp is None else (index, priority, stamp)
+        )
         if windows is not None:
             given = (*given, windows.mask, windows.burn_in_mask)
         addresses: list[int] | None = None
@@ -178,10 +244,14 @@ class Priorities:
         if storage is not None and not has_holes:
             addresses = self._inputs.addresses(given)
         if addresses is None:
-            if windows is not None and (has_holes or not self._can_read(given, storage)):
+            if windows is not None and (
+                has_holes or not self._can_read(given, storage)
+            ):
                 index, priority, windows = *windows.reduced(*given[:2]), None
             if windows is None:
-                given, stale = self._converted(index, priority, stamp, storage, ring, has_holes)
+                given, stale = self._converted(
+                    index, priority, stamp, storage, ring, has_holes
+                )
             if not len(given[0]):
                 return stale
             if not self._is_compiled:
@@ -190,11 +260,24 @@ class Priorities:
                 return stale
             self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
             addresses = [*map(address_of, given)]
-        rule, stamp_at = self.rule, addresses[2] if len(given) % 2 else 0  # there are two masks, or none
-        of_windows = (0, 0, 1, 1.0) if windows is None else (*addresses[-2:], windows.length, windows.eta)
+        # there are two masks, or none
+        rule, stamp_at = self.rule, addresses[2] if len(given) % 2 else 0
+        of_windows = (
+            (0, 0, 1, 1.0)
+            if windows is None
+            else (*addresses[-2:], windows.length, windows.eta)
+        )
         size = given[1].numel()
         kinds = given[0].numel() > size, given[1].dtype is torch.float64
-        updates = *addresses[:2], stamp_at, *of_windows, *kinds, size // of_windows[2], rows, counts
+        updates = (
+            *addresses[:2],
+            stamp_at,
+            *of_windows,
+            *kinds,
+            size // of_windows[2],
+            rows,
+            counts,
+        )
         with rule.table.lock:
             largest, gone = rule.update_loop()(self.record_at(storage, ring), updates)
         if largest == REFUSED or self.file is not None:
@@ -207,26 +290,58 @@ class Priorities:
 
     @property
     def _is_compiled(self) -> bool:
-        return uses_numba(self.device) and compiled_form(self.rule, "update_loop") is not None
+        return (
+            uses_numba(self.device)
+            and compiled_form(self.rule, "update_loop") is not None
+        )
 
     def _can_read(self, given: Sequence[Any], storage: Any) -> bool:
-        """Whether compiled code can read index, TD errors, stamps (if any) and masks of windows as they are."""
-        kind, rows, entries = given[1].dtype, given[1].numel(), [(each.dtype, each.shape) for each in given]
-        dtypes = [torch.int64, kind, *[torch.int64] * (len(given) % 2), torch.bool, torch.bool]
-        are_like = dtypes == [dtype for dtype, _ in entries] and kind in (torch.float32, torch.float64)
-        are_whole = [rows * storage.ndim] + [rows] * (len(given) - 1) == [each.numel() for each in given]
+        """Whether compiled code can read index, TD errors, stamps (if any) and masks of
+        windows as they are."""
+        kind, rows, entries = (
+            given[1].dtype,
+            given[1].numel(),
+            [(each.dtype, each.shape) for each in given],
+        )
+        dtypes = [
+            torch.int64,
+            kind,
+            *[torch.int64] * (len(given) % 2),
+            torch.bool,
+            torch.bool,
+        ]
+        are_like = dtypes == [dtype for dtype, _ in entries] and kind in (
+            torch.float32,
+            torch.float64,
+        )
+        are_whole = [rows * storage.ndim] + [rows] * (len(given) - 1) == [
+            each.numel() for each in given
+        ]
         is_known = self._is_compiled and storage.ndim <= 2 and are_like and are_whole
         return is_known and HostTensors(entries).addresses(given) is not None
 
     def _converted(
-        self, index: Any, priority: Any, stamp: Tensor | None, storage: Any, ring: Ring | None, has_holes: bool
+        self,
+        index: Any,
+        priority: Any,
+        stamp: Tensor | None,
+        storage: Any,
+        ring: Ring | None,
+        has_holes: bool,
     ) -> tuple[tuple[Tensor, ...], int | Tensor]:
-        """Check and convert the arguments of an update; return them, and the number of rows that are known to be gone.
+        """Check and convert the arguments of an update; return them, and the number of
+        rows that are known to be gone.
 
-        Compiled code takes flat rows ``[B]`` or coordinates ``[B, 2]``, and skips rows that are gone by itself. The
-        torch form, and rows some of which may be holes, need flat rows, with -1 in place of those that are gone.
+        Compiled code takes flat rows ``[B]`` or coordinates ``[B, 2]``, and skips rows
+        that are gone by itself. The torch form, and rows some of which may be holes,
+        need flat rows, with -1 in place of those that are gone.
         """
-        by_lane = self._is_compiled and not has_holes and ring is not None and storage.ndim == 2
+        by_lane = (
+            self._is_compiled
+            and not has_holes
+            and ring is not None
+            and storage.ndim == 2
+        )
         if not (by_lane and _are_pairs(index, self.device)):
             index = flat_rows(index, storage, self.device)
         td_error = as_errors(priority, len(index), self.device)
@@ -234,15 +349,20 @@ class Priorities:
         if stamp is not None:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
-            if has_holes or not self._is_compiled or stamp.shape != td_error.shape:  # of windows
-                index, stale = storage.skip_stale(flat_rows(index, storage, self.device), stamp)
+            # of windows
+            if has_holes or not self._is_compiled or stamp.shape != td_error.shape:
+                index, stale = storage.skip_stale(
+                    flat_rows(index, storage, self.device), stamp
+                )
                 stamp = None
         if has_holes:
             storage.refuse_holes(index)
         given = index.contiguous(), td_error
         return (given if stamp is None else (*given, stamp)), stale
 
-    def _update_with_torch(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> None:
+    def _update_with_torch(
+        self, flat: Tensor, td_error: Tensor, rows: int, counts: bool
+    ) -> None:
         largest = self.rule.update_(flat, self.rule.floored(td_error), rows)
         if type(largest) is float and largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
@@ -253,12 +373,14 @@ class Priorities:
 
     def enter(self, index: object, storage: Storage | None) -> None:
         initial = self.initial
-        if not isinstance(initial, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
+        # torch.full writes on the device; torch.tensor would copy, and wait for it
+        if not isinstance(initial, Tensor):
             initial = torch.full((), initial, dtype=torch.float32, device=self.device)
         self.assign(index, initial, storage, counts=False)
 
     def admit(self, storage: Storage) -> int:
-        """Give stored rows without a priority the magnitude of new rows; return their number."""
+        """Give stored rows without a priority the magnitude of new rows; return their
+        number."""
         rows = written_rows(storage)
         absent = rows[self.rule.table.magnitude[rows] < 0]
         if len(absent):
@@ -266,17 +388,22 @@ class Priorities:
         return len(absent)
 
     def reopen(self, storage: PackedStorage) -> int:
-        """Continue with the priorities that are in a file beside the rows, and keep them there from now on.
+        """Continue with the priorities that are in a file beside the rows, and keep
+        them there from now on.
 
-        Rows that are not in the file get the magnitude of new rows; the result is their number.
+        Rows that are not in the file get the magnitude of new rows; the result is their
+        number.
         """
         folder = storage.scratch_dir if storage.reopen else None
         if folder is None or (self.file is not None and self.file.folder == folder):
-            self.file = None if folder is None and not self.is_shared else self.file  # a spawned process keeps it
+            # a spawned process keeps it
+            self.file = None if folder is None and not self.is_shared else self.file
             return 0
         file, own = PriorityFile(storage), self.rule.table.magnitude
         found, largest = file.found(storage)
-        own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(min=self.rule.min_priority))
+        own[: file.cells] = torch.where(
+            found < 0, -1.0, found.clamp(min=self.rule.min_priority)
+        )
         self.rule.refresh_weights(anew=True)
         self.largest = largest
         missing = self.admit(storage)
@@ -285,35 +412,64 @@ class Priorities:
         return missing
 
     def keep(self, rows: Any, written: Any = None) -> None:
-        """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new.
+        """Copy the magnitudes of these rows to the file, if there is one; ``written``:
+        the storage, if they are new.
 
         For an index of -1, which updates skip, row 0 is copied.
         """
         if self.file is not None:
             if not self.is_shared and self.file.process != os.getpid():
                 share = "call rb.share() before a fork"
-                raise RuntimeError(f"this process was forked, and has only a copy of the priorities: {share}")
+                raise RuntimeError(
+                    f"this process was forked, and has only a copy of the priorities: {share}"
+                )
             if isinstance(rows, slice):
                 rows = slice(*rows.indices(self.file.cells))
             else:
                 rows = rows.clamp(min=0)
-            self.file.copy(rows, self.rule.table.magnitude, float(self.largest), written)
+            self.file.copy(
+                rows, self.rule.table.magnitude, float(self.largest), written
+            )
 
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
-        """Return the address of the ``UPDATE`` record with which compiled code changes priorities."""
+        """Return the address of the ``UPDATE`` record with which compiled code changes
+        priorities."""
         rule, serials, generations = self.rule, 0 if ring is None else ring.address, 0
         if ring is not None and ring.generations is not None and not ring.in_order:
             generations = ring.generations.data_ptr()
-        numbers = rule.table.address, rule.settings.values, rule.eps, rule.min_priority, ring, serials, generations
+        numbers = (
+            rule.table.address,
+            rule.settings.values,
+            rule.eps,
+            rule.min_priority,
+            ring,
+            serials,
+            generations,
+        )
         if numbers != self._record[0]:
             at = addressof(rule.settings.values)
-            fields: dict[str, float] = {"table": rule.table.address, "eps": rule.eps, "least": rule.min_priority}
-            fields |= {"first": rule.first, "largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
-            fields |= {"alpha": at + 8 * ALPHA if rule.weighs_rows else 0, "serials": serials}
+            fields: dict[str, float] = {
+                "table": rule.table.address,
+                "eps": rule.eps,
+                "least": rule.min_priority,
+            }
+            fields |= {
+                "first": rule.first,
+                "largest": at + 8 * LARGEST,
+                "weighed_alpha": at + 8 * WEIGHED,
+            }
+            fields |= {
+                "alpha": at + 8 * ALPHA if rule.weighs_rows else 0,
+                "serials": serials,
+            }
             if storage is not None and ring is not None:
-                fields |= {"steps": ring.steps, "lanes": ring.lanes if storage.ndim > 1 else 0}
+                fields |= {
+                    "steps": ring.steps,
+                    "lanes": ring.lanes if storage.ndim > 1 else 0,
+                }
             record = record_of(UPDATE, generations=generations, **fields)
-            self._record = numbers, record, record.ctypes.data  # at once: an interrupt may come
+            # at once: an interrupt may come
+            self._record = numbers, record, record.ctypes.data
         return self._record[2]
 
     def keep_new(self, index: object, storage: PackedStorage) -> None:
@@ -335,20 +491,25 @@ class Priorities:
         self.keep(slice(0, None), storage)
 
     def move_to(self, storage: Storage) -> None:
-        """Move the priorities to the storage's device, and increase ``capacity`` to the storage's ``max_size``."""
+        """Move the priorities to the storage's device, and increase ``capacity`` to the
+        storage's ``max_size``."""
         self.serves.claim(storage)
         self._inputs = HostTensors([])
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
-            raise ValueError(f"{where}: omit device=, or create the storage with device={str(self._wanted)!r}")
+            raise ValueError(
+                f"{where}: omit device=, or create the storage with device={str(self._wanted)!r}"
+            )
         if self.file is not None and self.file.cells < storage.max_size:
             self.file.grow(storage.max_size)
         if device == self.device and capacity == self.capacity:
             return
         if self.is_shared:
             grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
-            raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
+            raise ValueError(
+                f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer"
+            )
         magnitude = self.rule.table.magnitude[: self.capacity].to(device)
         self.device, self.capacity = device, capacity
         self.rule.table = self.rule.make(capacity, device)
@@ -360,15 +521,33 @@ class Priorities:
         self.rule.restore_(torch.full_like(self.rule.table.magnitude, -1.0))
         self.keep(slice(0, None))
 
-    def load(self, alpha: float, beta: float, largest: float, magnitude: Tensor, capacity: int) -> None:
-        """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
+    def load(
+        self,
+        alpha: float,
+        beta: float,
+        largest: float,
+        magnitude: Tensor,
+        capacity: int,
+    ) -> None:
+        """Restore a state; raise a ValueError before any change if it is invalid or of
+        another kind of sampler."""
         if capacity < self.capacity or (self.is_shared and capacity > self.capacity):
-            own = f"{self.capacity}, and cannot grow in shared memory" if self.is_shared else str(self.capacity)
-            raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {own}")
+            own = (
+                f"{self.capacity}, and cannot grow in shared memory"
+                if self.is_shared
+                else str(self.capacity)
+            )
+            raise ValueError(
+                f"the saved sampler has max_capacity={capacity}, this one {own}"
+            )
         if not (largest == -1 or 0 <= largest < float("inf")):
             expected = "expected -1 or a finite number that is not negative"
-            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, {expected}")
-        table = self.rule.table if self.is_shared else self.rule.make(capacity, self.device)
+            raise ValueError(
+                f"the saved sampler has seen a largest magnitude of {largest}, {expected}"
+            )
+        table = (
+            self.rule.table if self.is_shared else self.rule.make(capacity, self.device)
+        )
         refuse_magnitude(magnitude, capacity)
         self.rule.table, self.capacity = table, capacity
         self.settings[ALPHA], self.settings[BETA] = alpha, beta
@@ -398,10 +577,13 @@ class Priorities:
 
 
 def refuse_magnitude(magnitude: Tensor, capacity: int) -> None:
-    """Raise a ValueError unless saved magnitudes are ``[capacity]`` float32, and valid."""
+    """Raise a ValueError unless saved magnitudes are ``[capacity]`` float32, and
+    valid."""
     if magnitude.dtype is not torch.float32 or magnitude.shape != (capacity,):
         got = f"{tuple(magnitude.shape)} {magnitude.dtype}"
-        raise ValueError(f"the saved magnitude is {got}, expected {(capacity,)} {torch.float32}")
+        raise ValueError(
+            f"the saved magnitude is {got}, expected {(capacity,)} {torch.float32}"
+        )
     if not magnitude.isfinite().all():
         raise ValueError("the saved magnitude holds NaN or infinite values")
     if ((magnitude < 0) & (magnitude != -1)).any():

@@ -37,18 +37,38 @@ def _exponent(name: str, place: int, doc: str) -> Any:
 
 
 class Prioritized(RowSampler, PrioritizedSampler, Recovers):
-    """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
+    """Abstract base of the prioritized samplers; subclasses choose how TD errors
+    determine probabilities."""
 
     report_keys = frozenset({"priority_weight", SAMPLED_AT})
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))
-    alpha = _exponent("alpha", ALPHA, "Exponent of the priorities; 0 draws uniformly. May be set at any time.")
-    beta = _exponent("beta", BETA, "Exponent of the importance weights; 1 corrects fully for the rule's probabilities.")
-    default_priority = property(attrgetter("priorities.initial"), doc="The magnitude of a new row's TD error.")
-    device = property(attrgetter("priorities.device"), doc="The device of the priorities and the rows.")
+    alpha = _exponent(
+        "alpha",
+        ALPHA,
+        "Exponent of the priorities; 0 draws uniformly. May be set at any time.",
+    )
+    beta = _exponent(
+        "beta",
+        BETA,
+        "Exponent of the importance weights; 1 corrects fully for the rule's probabilities.",
+    )
+    default_priority = property(
+        attrgetter("priorities.initial"), doc="The magnitude of a new row's TD error."
+    )
+    device = property(
+        attrgetter("priorities.device"),
+        doc="The device of the priorities and the rows.",
+    )
     _max_capacity = property(attrgetter("priorities.capacity"))  # pyrefly: ignore [bad-override]
-    _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
+    _shown: ClassVar[tuple[str, ...]] = (
+        "alpha",
+        "beta",
+        "stratified",
+        "weight_norm",
+        "_max_capacity",
+    )
     state_keys: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
 
     def __init__(
@@ -62,9 +82,18 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         reduction: Reduction,
         device: torch.device | str | None = None,
     ) -> None:
-        capacity, alpha = whole(1)("max_capacity", max_capacity), exponent("alpha", alpha)
-        self.stratified, self.weight_norm, self.reduction = stratified, weight_norm, reduction
-        remedy = "Use a smaller max_capacity, or UniformSampler, which has no priorities."
+        capacity, alpha = (
+            whole(1)("max_capacity", max_capacity),
+            exponent("alpha", alpha),
+        )
+        self.stratified, self.weight_norm, self.reduction = (
+            stratified,
+            weight_norm,
+            reduction,
+        )
+        remedy = (
+            "Use a smaller max_capacity, or UniformSampler, which has no priorities."
+        )
         purpose = Purpose(f"Priorities of {capacity:,} rows take", remedy)
         require_room(self.nbytes_for(capacity), torch.device("cpu"), purpose)
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
@@ -76,7 +105,9 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
         """Return the size of the priorities of ``capacity`` rows in bytes."""
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def draw(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, rule = row_count(storage), self.rule
         if not rows:
@@ -89,7 +120,12 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     @compiled_form_of("draw")
     def draw_into(
-        self, storage: PackedStorage, live: tuple[int, bool], flat: Tensor, report: dict[str, Tensor], scratch: Tensor
+        self,
+        storage: PackedStorage,
+        live: tuple[int, bool],
+        flat: Tensor,
+        report: dict[str, Tensor],
+        scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         if not live[0]:
@@ -104,40 +140,55 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.rule.draw_into(scratch, live[0], *how, flat, report["priority_weight"])
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
-        """Give rows that come from several draws the weights, ``[B]``, that one draw of these rows would give them."""
+        """Give rows that come from several draws the weights, ``[B]``, that one draw of
+        these rows would give them."""
         if self.weight_norm == "batch":
             likeliest = self.rule.probability(flat).argmax()
             weight.fill_(1.0)
             self.rule.weigh_beside_(flat, flat[likeliest, None], weight)
             weight.div_(weight.max())
 
-    def update_priority(self, index: object, priority: object, *, storage: Storage | None = None) -> None:
-        """Set the priorities of rows from TD errors; an exception leaves all priorities unchanged.
+    def update_priority(
+        self, index: object, priority: object, *, storage: Storage | None = None
+    ) -> None:
+        """Set the priorities of rows from TD errors; an exception leaves all priorities
+        unchanged.
 
         Args:
-            index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int. The index -1 is skipped.
-            priority: TD errors of any sign, ``[B]`` or one for all rows; the sampler applies eps and alpha.
-            storage: the storage of the rows. If given, rows that are not yet written are out of range. May be omitted
-                if ``index`` holds flat rows.
+            index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an
+                int. The index -1 is skipped.
+            priority: TD errors of any sign, ``[B]`` or one for all rows; the sampler
+                applies eps and alpha.
+            storage: the storage of the rows. If given, rows that are not yet written
+                are out of range. May be omitted if ``index`` holds flat rows.
 
         Raises:
-            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, such TD errors are skipped, and
-                ``rb.health()`` counts them).
+            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA,
+                such TD errors are skipped, and ``rb.health()`` counts them).
             IndexError: a row is out of range (on CUDA, such rows are skipped).
             TypeError: the index does not hold integers.
         """
         self.priorities.assign(index, priority, storage, counts=True)
 
     def update_sampled(
-        self, index: Tensor, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage, windows: Windows | None
+        self,
+        index: Tensor,
+        td_error: Tensor,
+        stamp: Tensor | None,
+        storage: PackedStorage,
+        windows: Windows | None,
     ) -> int | Tensor:
-        """Update priorities as :meth:`update_priority` does, except those of rows that are gone; return their number.
+        """Update priorities as :meth:`update_priority` does, except those of rows that
+        are gone; return their number.
 
-        ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates all rows. With ``windows``, the
-        rows are their anchors, and ``index`` and ``td_error`` are of each row of the batch.
+        ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates
+        all rows. With ``windows``, the rows are their anchors, and ``index`` and
+        ``td_error`` are of each row of the batch.
         """
         if type(self).update_priority is Prioritized.update_priority:
-            return self.priorities.assign(index, td_error, storage, counts=True, stamp=stamp, windows=windows)
+            return self.priorities.assign(
+                index, td_error, storage, counts=True, stamp=stamp, windows=windows
+            )
         if windows is not None:
             index, td_error = windows.reduced(index, td_error)
         stale: int | Tensor = 0
@@ -148,7 +199,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         return stale
 
     def mark_update(self, index: object, *, storage: Storage | None = None) -> None:
-        """Set the magnitude of the newly written rows at ``index`` to :attr:`default_priority`."""
+        """Set the magnitude of the newly written rows at ``index`` to
+        :attr:`default_priority`."""
         self.priorities.enter(index, storage)
 
     def recover(self, storage: PackedStorage, new: Tensor) -> None:
@@ -156,31 +208,42 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.recover(storage, new)
 
     def priority(self, index: object, *, storage: Storage | None = None) -> Tensor:
-        """Return the stored ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""
-        return self.rule.table.magnitude[self.priorities.rows(index, storage)].to(torch.float64)
+        """Return the stored ``|td_error|`` of each row, ``[B]`` float64; -1 for a row
+        without a priority."""
+        return self.rule.table.magnitude[self.priorities.rows(index, storage)].to(
+            torch.float64
+        )
 
     def probability(self, index: object, *, storage: Storage | None = None) -> Tensor:
-        """Return each row's probability, ``[B]`` float64. Raises IndexError (on the CPU) if a row is out of range."""
+        """Return each row's probability, ``[B]`` float64. Raises IndexError (on the
+        CPU) if a row is out of range."""
         self.rule.refresh_weights()
         return self.rule.probability(self.priorities.rows(index, storage))
 
     def least_probability(self) -> float | Tensor:
-        """Return the smallest positive probability of all rows, float64; infinite if no row can be drawn."""
+        """Return the smallest positive probability of all rows, float64; infinite if no
+        row can be drawn."""
         self.rule.refresh_weights()
         return self.rule.least_probability()
 
     @property
     def bytes_to_share(self) -> int:
         """The bytes that :meth:`share_memory_` will move to shared memory."""
-        return 0 if self.priorities.is_shared else self.nbytes_for(self.priorities.capacity)
+        return (
+            0
+            if self.priorities.is_shared
+            else self.nbytes_for(self.priorities.capacity)
+        )
 
     def share_memory_(self) -> None:
-        """Move the priorities to shared memory, which processes started later can use."""
+        """Move the priorities to shared memory, which processes started later can
+        use."""
         self.priorities.share_memory_()
 
     @compiled_form_of("mark_update")
     def entry_loop(self) -> Any:
-        """Return the function in ``write_cpu`` that sets the priorities of new rows; None: there is none."""
+        """Return the function in ``write_cpu`` that sets the priorities of new rows;
+        None: there is none."""
         return None
 
     def _empty(self) -> None:
@@ -190,12 +253,25 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         capacity, largest = self.priorities.capacity, float(self.priorities.largest)
         magnitude = alias_of(self.rule.table.magnitude[:capacity])
-        return self._settings() | {"max_capacity": capacity, "largest": largest, "magnitude": magnitude}
+        return self._settings() | {
+            "max_capacity": capacity,
+            "largest": largest,
+            "magnitude": magnitude,
+        }
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the
+        state is invalid."""
         with state_of(self):
-            settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
-            largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
+            settings = {
+                name: state_dict.get(name, value)
+                for name, value in self._settings().items()
+            }
+            largest, capacity = (
+                float(state_dict["largest"]),
+                int(state_dict["max_capacity"]),
+            )
             with self._set(settings):
-                self.priorities.load(self.alpha, self.beta, largest, state_dict["magnitude"], capacity)
+                self.priorities.load(
+                    self.alpha, self.beta, largest, state_dict["magnitude"], capacity
+                )

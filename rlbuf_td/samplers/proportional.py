@@ -21,15 +21,19 @@ from rlbuf_td.storages.numbers import SharedNumbers
 
 
 class ProportionalRule(PriorityRule):
-    """Gives each row the weight ``(max(|td_error|, min_priority) + eps) ** alpha``, stored in a sum tree.
+    """Gives each row the weight ``(max(|td_error|, min_priority) + eps) ** alpha``,
+    stored in a sum tree.
 
-    The setting ``WEIGHED`` is the alpha of the stored weights, or NaN if they are not those of the magnitudes.
+    The setting ``WEIGHED`` is the alpha of the stored weights, or NaN if they are not
+    those of the magnitudes.
     """
 
     table: sum_tree.SumTree
     weighs_rows = True
 
-    def __init__(self, settings: SharedNumbers, eps: float, min_priority: float) -> None:
+    def __init__(
+        self, settings: SharedNumbers, eps: float, min_priority: float
+    ) -> None:
         super().__init__(settings)
         self.configure(eps, min_priority)
 
@@ -40,21 +44,33 @@ class ProportionalRule(PriorityRule):
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
 
-    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm)
+    def draw(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+    ) -> tuple[Tensor, Tensor]:
+        drawn = sum_tree.draw(
+            self.table, uniform, stratified, rows, self.settings.values[BETA], norm
+        )
         if drawn is None:
             raise RuntimeError(NO_PRIORITY)
         return drawn
 
     def draw_into(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, flat: Tensor, weight: Tensor
+        self,
+        uniform: Tensor,
+        rows: int,
+        stratified: bool,
+        norm: str | None,
+        flat: Tensor,
+        weight: Tensor,
     ) -> None:
         settings, batch = self.settings.values, uniform.shape[0]
         if settings[ALPHA] != settings[WEIGHED]:
             self.refresh_weights()
         places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
         law = law_of(batch, stratified, settings[BETA], norm)
-        if not loop("sum_tree.cpu", "draw")(self.table.address, *places, batch, law, rows):
+        if not loop("sum_tree.cpu", "draw")(
+            self.table.address, *places, batch, law, rows
+        ):
             raise RuntimeError(NO_PRIORITY)
 
     def probability(self, flat: Tensor) -> Tensor:
@@ -63,15 +79,20 @@ class ProportionalRule(PriorityRule):
     def least_probability(self) -> float | Tensor:
         if not self.table.has_nodes:
             return self.table.smallest / self.table.total
-        total = float(self.table.total)  # a mixture asks in each batch: numbers cost half as much as tensors
+        # a mixture asks in each batch: numbers cost half as much as tensors
+        total = float(self.table.total)
         return float(self.table.smallest) / total if total else float("inf")
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        if not sum_tree.weigh_beside_(self.table, flat, drawn, self.settings.values[BETA], weight):
+        if not sum_tree.weigh_beside_(
+            self.table, flat, drawn, self.settings.values[BETA], weight
+        ):
             super().weigh_beside_(flat, drawn, weight)
 
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
-        return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps)
+        return sum_tree.update_(
+            self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps
+        )
 
     @compiled_form_of("update_")
     def update_loop(self) -> Callable[..., Any]:
@@ -80,7 +101,8 @@ class ProportionalRule(PriorityRule):
     def refresh_weights(self, anew: bool = False) -> None:
         settings = self.settings.values
         if anew or settings[ALPHA] != settings[WEIGHED]:
-            settings[WEIGHED] = settings[ALPHA]  # first: if the process then dies, the repair uses the new alpha
+            # first: if the process then dies, the repair uses the new alpha
+            settings[WEIGHED] = settings[ALPHA]
             sum_tree.reweigh_(self.table, settings[WEIGHED], self.eps)
 
     def check(self) -> None:
@@ -93,50 +115,65 @@ class ProportionalRule(PriorityRule):
 
 
 class ProportionalSampler(Prioritized):
-    r"""Draws rows with probabilities proportional to a power of the magnitude of their TD error.
+    r"""Draws rows with probabilities proportional to a power of the magnitude of their
+    TD error.
 
     .. math::
         P(i) = p_i^\alpha / \sum_j p_j^\alpha, \quad p_i = |\delta_i| + \epsilon, \quad
         w_i = (N P(i))^{-\beta} / \max_j w_j
 
     Args:
-        max_capacity: the number of rows that can have a priority, at least 1. A buffer increases it to the
-            storage's ``max_size`` if that is larger.
+        max_capacity: the number of rows that can have a priority, at least 1. A buffer
+            increases it to the storage's ``max_size`` if that is larger.
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
-        beta: exponent of the importance weights, at least 0; 1 fully corrects the bias of the draws.
-        eps: added to every magnitude, so that a row with a TD error of 0 can be drawn; the default is TorchRL's.
-        dtype: float32 or float64, accepted for compatibility and ignored: magnitudes and weights are always float32,
-            and their sums float64.
-        stratified: whether to draw one row from each of ``B`` segments of equal probability. Stratified draws have a
-            lower variance than independent draws. Consecutive rows of a batch come from distant segments. A slice of a
-            batch, such as a minibatch, therefore also covers the whole distribution.
-        weight_norm: the divisor of the importance weights: the largest weight in the ``"buffer"`` (as in TorchRL), the
-            largest weight in the ``"batch"``, or ``None`` for no division.
-        reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        beta: exponent of the importance weights, at least 0; 1 fully corrects the bias
+            of the draws.
+        eps: added to every magnitude, so that a row with a TD error of 0 can be drawn;
+            the default is TorchRL's.
+        dtype: float32 or float64, accepted for compatibility and ignored: magnitudes
+            and weights are always float32, and their sums float64.
+        stratified: whether to draw one row from each of ``B`` segments of equal
+            probability. Stratified draws have a lower variance than independent draws.
+            Consecutive rows of a batch come from distant segments. A slice of a batch,
+            such as a minibatch, therefore also covers the whole distribution.
+        weight_norm: the divisor of the importance weights: the largest weight in the
+            ``"buffer"`` (as in TorchRL), the largest weight in the ``"batch"``, or
+            ``None`` for no division.
+        reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``,
+            ``"mean"`` or ``"median"``.
         device: the device of the rows, on which priorities are always stored.
-        max_priority_within_buffer: must be ``False``: new rows get the largest magnitude ever seen.
-        min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
+        max_priority_within_buffer: must be ``False``: new rows get the largest
+            magnitude ever seen.
+        min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller
+            magnitudes count as ``min_priority``.
 
-    ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
-    not matter. A new row gets the largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
+    ``alpha`` and ``beta`` may be set at any time, also by TorchRL's
+    ``ParameterScheduler``. The sign of a TD error does not matter. A new row gets the
+    largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
 
-    For *loss-adjusted prioritized replay* (LAP), use ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber
-    loss. The expected gradient of LAP equals that of the PAL loss with uniform draws.
+    For *loss-adjusted prioritized replay* (LAP), use
+    ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber loss. The expected
+    gradient of LAP equals that of the PAL loss with uniform draws.
 
     Raises:
         NotImplementedError: ``max_priority_within_buffer`` is ``True``.
-        ValueError: an argument is out of range, another buffer uses the sampler, or the rows are not on ``device``.
-            Updates on the CPU also raise a ValueError if a TD error is NaN or infinite, and then change no priority.
-        RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
+        ValueError: an argument is out of range, another buffer uses the sampler, or the
+            rows are not on ``device``. Updates on the CPU also raise a ValueError if a
+            TD error is NaN or infinite, and then change no priority.
+        RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a
+            positive priority.
         MemoryError: the priorities do not fit into memory.
 
-    Cost: O(B log N) to draw and to update; O(N) to change alpha; 10 bytes per row. On a GPU: O(N) to draw, which
-    scans all weights, O(B log B) to update, and 8 bytes per row.
-    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
-    ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
-    Experience Replay, NeurIPS 2020.
-    In contrast to TorchRL's ``PrioritizedSampler``, TD errors may be negative, sums are always float64, rows may have
-    weight 0 and are then never drawn, draws are stratified by default, and ``torch.manual_seed`` determines the draws.
+    Cost: O(B log N) to draw and to update; O(N) to change alpha; 10 bytes per row. On a
+    GPU: O(N) to draw, which scans all weights, O(B log B) to update, and 8 bytes per
+    row.
+    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016,
+    section 3.3; for
+    ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and
+    Non-Uniform Sampling in Experience Replay, NeurIPS 2020.
+    In contrast to TorchRL's ``PrioritizedSampler``, TD errors may be negative, sums are
+    always float64, rows may have weight 0 and are then never drawn, draws are
+    stratified by default, and ``torch.manual_seed`` determines the draws.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -170,15 +207,23 @@ class ProportionalSampler(Prioritized):
         min_priority: float = 0.0,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+            raise ValueError(
+                f"dtype must be torch.float32 or torch.float64, got {dtype}"
+            )
         if max_priority_within_buffer:
             reason = "new rows get the largest magnitude ever seen, because each write would search all rows"
-            raise NotImplementedError(f"max_priority_within_buffer=True is not supported: {reason}")
+            raise NotImplementedError(
+                f"max_priority_within_buffer=True is not supported: {reason}"
+            )
         rule = partial(ProportionalRule, eps=eps, min_priority=min_priority)
-        super().__init__(max_capacity, rule, alpha, beta, stratified, weight_norm, reduction, device)
+        super().__init__(
+            max_capacity, rule, alpha, beta, stratified, weight_norm, reduction, device
+        )
 
     eps = property(attrgetter("rule.eps"), doc="The number added to every magnitude.")
-    min_priority = property(attrgetter("rule.min_priority"), doc="The lower bound of magnitudes.")
+    min_priority = property(
+        attrgetter("rule.min_priority"), doc="The lower bound of magnitudes."
+    )
     tree = property(attrgetter("rule.table"), doc="The sum tree of the weights.")
 
     @classmethod
@@ -196,18 +241,25 @@ class ProportionalSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         from rlbuf_td.kernels.batch import write_cpu
 
-        return write_cpu.enter_proportional if type(self.rule) is ProportionalRule else None
+        return (
+            write_cpu.enter_proportional
+            if type(self.rule) is ProportionalRule
+            else None
+        )
 
     def snapshot(self) -> State:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         return super().snapshot() | {"eps": self.eps, "min_priority": self.min_priority}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a result of :meth:`state_dict`, or the state of TorchRL's ``PrioritizedSampler``."""
+        """Restore a result of :meth:`state_dict`, or the state of TorchRL's
+        ``PrioritizedSampler``."""
         if "_sum_tree" in state_dict:
             state_dict = self._from_torchrl(state_dict)
         eps = exponent("eps", state_dict["eps"])
-        min_priority = exponent("min_priority", state_dict.get("min_priority", self.min_priority))
+        min_priority = exponent(
+            "min_priority", state_dict.get("min_priority", self.min_priority)
+        )
         super().load_state_dict(state_dict)
         self.rule.configure(eps, min_priority)
         self.rule.refresh_weights()
@@ -218,7 +270,11 @@ class ProportionalSampler(Prioritized):
         magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device="cpu")
         magnitude[: len(saved)] = saved
         found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")}
-        return found | {"largest": largest, "max_capacity": capacity, "magnitude": magnitude}
+        return found | {
+            "largest": largest,
+            "max_capacity": capacity,
+            "magnitude": magnitude,
+        }
 
 
 @cache
@@ -232,12 +288,18 @@ def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Read the state of TorchRL's ``PrioritizedSampler``.
 
     Returns:
-        The magnitudes of the TD errors of N rows (``[N]`` float64, -1: no priority), and the largest magnitude so far,
-        -1 if there is none.
+        The magnitudes of the TD errors of N rows (``[N]`` float64, -1: no priority),
+        and the largest magnitude so far, -1 if there is none.
     """
     tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
-    weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")
+    weight = torch.as_tensor(
+        tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu"
+    )
     seen = state["_max_priority"][0]
     largest = -1.0 if seen is None else float(seen)
-    magnitude = weight ** (1 / alpha) - eps if alpha else torch.full_like(weight, abs(largest))
-    return torch.where(weight > 0, magnitude.clamp(0.0, sum_tree.LARGEST_MAGNITUDE), -1.0), largest
+    magnitude = (
+        weight ** (1 / alpha) - eps if alpha else torch.full_like(weight, abs(largest))
+    )
+    return torch.where(
+        weight > 0, magnitude.clamp(0.0, sum_tree.LARGEST_MAGNITUDE), -1.0
+    ), largest

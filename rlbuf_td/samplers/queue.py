@@ -26,16 +26,19 @@ class QueueSampler(RowSampler):
 
     Args:
         writer: the :class:`QueueWriter` of the same buffer.
-        max_age: the largest age of a row that may be drawn, at least 0, in rows (0: the newest); ``None``: any age.
-            A draw discards older rows first.
+        max_age: the largest age of a row that may be drawn, at least 0, in rows (0: the
+            newest); ``None``: any age. A draw discards older rows first.
 
     Raises:
-        queue.Empty: (when sampling) there are fewer undrawn rows than a batch has; no row is drawn.
-        ValueError: (when sampling) a batch has more rows than the storage can hold, or than are young enough.
+        queue.Empty: (when sampling) there are fewer undrawn rows than a batch has; no
+            row is drawn.
+        ValueError: (when sampling) a batch has more rows than the storage can hold, or
+            than are young enough.
 
     Cost: O(B).
 
-    In contrast, TorchRL's ``ConsumingSampler`` draws rows in random order, and writes may replace undrawn rows.
+    In contrast, TorchRL's ``ConsumingSampler`` draws rows in random order, and writes
+    may replace undrawn rows.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueWriter, ReplayBuffer
@@ -50,24 +53,35 @@ class QueueSampler(RowSampler):
         _queue.Empty: a batch has 2 rows, and 1 waits
     """
 
-    draws_once = True  # a drawn row must be in a batch, because no other batch will have it
+    # a drawn row must be in a batch, because no other batch will have it
+    draws_once = True
 
     def __init__(self, writer: Queue, *, max_age: int | None = None) -> None:
         self.writer, self.max_age = writer, optional(whole(0))("max_age", max_age)
         self.discarded = SharedCounter()  # how many rows were too old
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def draw(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         waiting, steps = self.writer.waiting, storage.max_size
         if batch_size < 1:
-            raise ValueError(f"a batch must have at least one row, got batch_size={batch_size}")
+            raise ValueError(
+                f"a batch must have at least one row, got batch_size={batch_size}"
+            )
         if batch_size > steps:
-            raise ValueError(f"a queue of {steps} rows never holds a batch of {batch_size}: enlarge it")
+            raise ValueError(
+                f"a queue of {steps} rows never holds a batch of {batch_size}: enlarge it"
+            )
         if self.max_age is not None and batch_size > self.max_age + 1:
             few = f"only {self.max_age + 1} rows are never older than max_age={self.max_age}"
-            raise ValueError(f"{few}, a batch has {batch_size}: use a larger max_age, or smaller batches")
+            raise ValueError(
+                f"{few}, a batch has {batch_size}: use a larger max_age, or smaller batches"
+            )
         if waiting < batch_size:
-            raise Empty(f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}")
+            raise Empty(
+                f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}"
+            )
         if self.max_age is not None and (old := waiting - self.max_age - 1) > 0:
             self.writer.take(old)
             self.discarded.add(old)

@@ -1,10 +1,13 @@
-"""Readings: compiled code that gathers the rows that a sampler has drawn, to tensors that are allocated once.
+"""Readings: compiled code that gathers the rows that a sampler has drawn, to tensors
+that are allocated once.
 
-A sampler draws rows with its ``draw``; wrappers change the list of rows that a batch reads, or its entries. Their torch
-forms (``draw_batch``) work on every device and specify the results. For rows in host memory, the method ``reading`` of
-each wrapper returns the compiled form of the same work. From the same state of the random generator, both forms give
-the same batches, except for draws without repeats and strict windows. A subclass keeps its parent's reading unless it
-overrides a method that this reading implements.
+A sampler draws rows with its ``draw``; wrappers change the list of rows that a batch
+reads, or its entries. Their torch forms (``draw_batch``) work on every device and
+specify the results. For rows in host memory, the method ``reading`` of each wrapper
+returns the compiled form of the same work. From the same state of the random generator,
+both forms give the same batches, except for draws without repeats and strict windows. A
+subclass keeps its parent's reading unless it overrides a method that this reading
+implements.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from rlbuf_td.storages.rows.dedup import DedupRows
 _CPU = torch.device("cpu")
 SCALAR = torch.Size([])
 FLAG: Entry = torch.bool, SCALAR
-Named: TypeAlias = tuple[str, Entry]  # an entry of a batch besides the leaves, with its dtype and its shape per row
+# an entry of a batch besides the leaves, with its dtype and its shape per row
+Named: TypeAlias = tuple[str, Entry]
 WEIGHT: Named = "priority_weight", (torch.float32, SCALAR)
 
 
@@ -47,17 +51,31 @@ class BatchSlot(NamedTuple):
 class BatchSlots:
     """Allocates batches of ``size`` rows, several at a time.
 
-    ``named`` are their entries besides the leaves, which a batch has from the start if it ``is_complete``.
+    ``named`` are their entries besides the leaves, which a batch has from the start if
+    it ``is_complete``.
     """
 
-    def __init__(self, layout: RowLayout, named: Sequence[Named], size: int, is_complete: bool = False) -> None:
+    def __init__(
+        self,
+        layout: RowLayout,
+        named: Sequence[Named],
+        size: int,
+        is_complete: bool = False,
+    ) -> None:
         self.is_complete = is_complete
         self.layout, self.names = layout, [name for name, _ in named]
-        entries = [*((leaf.dtype, leaf.shape) for leaf in layout.leaves), *(entry for _, entry in named)]
+        entries = [
+            *((leaf.dtype, leaf.shape) for leaf in layout.leaves),
+            *(entry for _, entry in named),
+        ]
         tensors = [(dtype, torch.Size([size, *shape])) for dtype, shape in entries]
         self.memory, self.expected = LeafMemory(tensors), HostTensors(tensors)
-        self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)  # addresses of the tensors of each batch
-        self.set_targets, self.address = Struct(f"{len(entries)}q").pack_into, self.targets.ctypes.data
+        # addresses of the tensors of each batch
+        self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)
+        self.set_targets, self.address = (
+            Struct(f"{len(entries)}q").pack_into,
+            self.targets.ctypes.data,
+        )
         self.batch_size, self.ready = torch.Size([size]), cast("list[BatchSlot]", [])
 
     def take(self) -> BatchSlot:
@@ -67,19 +85,25 @@ class BatchSlots:
         return self.ready.pop()
 
     def _slot(self, place: int) -> BatchSlot:
-        # Not views of one tensor: changing a view in place would break autograd for the other views.
+        # Not views of one tensor: changing a view in place would break autograd for the
+        # other views.
         tensors, count = self.memory.allocate(), len(self.layout.leaves)
         targets = self.address + place * self.targets.strides[0]
         self._locate(targets, map(Tensor.data_ptr, tensors))
         report = dict(zip(self.names, tensors[count:], strict=True))
-        batch = self.layout.wrap(tensors, self.batch_size, _CPU, report if self.is_complete else {})
+        batch = self.layout.wrap(
+            tensors, self.batch_size, _CPU, report if self.is_complete else {}
+        )
         return BatchSlot(targets, tensors[:count], batch, report)
 
     def locate(self, slot: BatchSlot) -> None:
-        """Store the addresses of a batch's tensors again: a function of the user may have moved or freed them."""
+        """Store the addresses of a batch's tensors again: a function of the user may
+        have moved or freed them."""
         found = self.expected.addresses([*slot.leaves, *slot.report.values()])
         if found is None:
-            raise RuntimeError("reward_fn or terminated_fn has resized or freed tensors of its batch: pass it a copy")
+            raise RuntimeError(
+                "reward_fn or terminated_fn has resized or freed tensors of its batch: pass it a copy"
+            )
         self._locate(slot.targets, found)
 
     def _locate(self, targets: int, addresses: Iterable[int]) -> None:
@@ -88,7 +112,8 @@ class BatchSlots:
 
 
 class Reading:
-    """Gathers rows. Those of wrappers list other rows, change entries, or let another reading read what they list.
+    """Gathers rows. Those of wrappers list other rows, change entries, or let another
+    reading read what they list.
 
     Args:
         storage: the storage, whose rows have been allocated.
@@ -98,22 +123,37 @@ class Reading:
 
     entries: Sequence[Named] = ()  # what is added to the batch
     window = 1  # the rows of a batch per drawn row
-    drawn: Mapping[str, Tensor] = {}  # the weights of the drawn rows, if not those of a batch's rows
+    # the weights of the drawn rows, if not those of a batch's rows
+    drawn: Mapping[str, Tensor] = {}
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
-        self.storage, self.rows, self.size, self.is_stamped = storage, storage.all_rows(), size, is_stamped
+        self.storage, self.rows, self.size, self.is_stamped = (
+            storage,
+            storage.all_rows(),
+            size,
+            is_stamped,
+        )
         self.lanes = self.rows.lanes.numel() if self.rows.lanes else 0
         self.index: Entry = torch.int64, torch.Size([2] if self.lanes else [])
         self.kernel = loop("batch.cpu", "gather_rows")
-        self.observations = self.rows.entries.address if isinstance(self.rows, DedupRows) else 0  # stored once
+        # stored once
+        self.observations = (
+            self.rows.entries.address if isinstance(self.rows, DedupRows) else 0
+        )
         if self.observations:
             self.entry_kernel = loop("batch.entries_cpu", "read_entries")
         self.describe(self.rows.extents)
 
     def describe(self, extents: Any) -> None:
-        """Describe the batches to compiled code; ``extents`` are those of the leaves."""
+        """Describe the batches to compiled code; ``extents`` are those of the
+        leaves."""
         rows, ring, self.extents = self.rows, self.storage.ring, extents
-        given = {"steps": rows.steps, "lanes": self.lanes, "stamped": int(self.is_stamped), "serials": ring.address}
+        given = {
+            "steps": rows.steps,
+            "lanes": self.lanes,
+            "stamped": int(self.is_stamped),
+            "serials": ring.address,
+        }
         if not ring.in_order and ring.generations is not None:
             given["generations"] = ring.generations.data_ptr()
         self.record = batch_record(self.size, rows.flat, extents, **given)
@@ -121,29 +161,44 @@ class Reading:
         self.row_bytes = rows.flat.stride(0) * rows.flat.element_size()
 
     def named(self) -> list[Named]:
-        """Return all entries of a batch besides the leaves, in the order of the targets."""
-        stamps: list[Named] = [(SAMPLED_AT, (torch.int64, SCALAR))] if self.is_stamped else []
+        """Return all entries of a batch besides the leaves, in the order of the
+        targets."""
+        stamps: list[Named] = (
+            [(SAMPLED_AT, (torch.int64, SCALAR))] if self.is_stamped else []
+        )
         return [("index", self.index), *stamps, *self.entries]
 
     def target_of(self, name: str) -> int:
         """Return which of the targets is that of an entry of :meth:`named`."""
-        return len(self.rows.layout.leaves) + [other for other, _ in self.named()].index(name)
+        return len(self.rows.layout.leaves) + [
+            other for other, _ in self.named()
+        ].index(name)
 
     def targets_of(self, keys: Iterable[tuple[str, ...] | None]) -> np.ndarray:
-        """Return the target and the size in bytes of each key's leaf, ``[n, 2]`` int64; size 0: there is none."""
+        """Return the target and the size in bytes of each key's leaf, ``[n, 2]`` int64;
+        size 0: there is none."""
         places, sizes = self.rows.layout.places, self.rows.layout.extents[:, 1]
-        found = [(places[key], sizes[places[key]]) if key in places else (0, 0) for key in keys]
+        found = [
+            (places[key], sizes[places[key]]) if key in places else (0, 0)
+            for key in keys
+        ]
         return np.array(found, np.int64).reshape(-1, 2)
 
-    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
-        """Fill a batch with the rows ``flat``, ``[size]``; return False if one is not below ``live``.
+    def __call__(
+        self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
+    ) -> bool:
+        """Fill a batch with the rows ``flat``, ``[size]``; return False if one is not
+        below ``live``.
 
         Each of the ``drawn`` rows has been expanded to equally many rows.
         """
         return self.fill(slot, flat, live, 0, self.size)
 
-    def fill(self, slot: BatchSlot, flat: Tensor, live: int, begin: int, end: int) -> bool:
-        """Fill the rows ``begin`` to ``end - 1`` of a batch with those rows of ``flat``; see :meth:`__call__`."""
+    def fill(
+        self, slot: BatchSlot, flat: Tensor, live: int, begin: int, end: int
+    ) -> bool:
+        """Fill the rows ``begin`` to ``end - 1`` of a batch with those rows of
+        ``flat``; see :meth:`__call__`."""
         if self.rows.is_mapped:
             self.rows.ask_for(flat[begin:end])
         given = self.address, flat.data_ptr(), slot.targets

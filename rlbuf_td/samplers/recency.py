@@ -23,46 +23,59 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, stand_apa
 def _half_life(name: str, value: object) -> float:
     number = as_number(value)
     if not number > 0:
-        raise ValueError(f"{name} must be a positive number of time steps, or infinite, got {value!r}")
+        raise ValueError(
+            f"{name} must be a positive number of time steps, or infinite, got {value!r}"
+        )
     return number
 
 
 def _window(name: str, value: object) -> int | None:
-    if isinstance(value, Real) and not isinstance(value, bool) and 1 <= float(value) < inf:
+    if (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and 1 <= float(value) < inf
+    ):
         value = int(float(value))  # TorchRL's schedulers set fractions
     return optional(whole(1))(name, value)
 
 
 class RecencySampler(RowSampler):
-    r"""Draws recent rows more often: the probability decreases exponentially with age, and old rows may be excluded.
+    r"""Draws recent rows more often: the probability decreases exponentially with age,
+    and old rows may be excluded.
 
     .. math::
         P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
 
-    Here :math:`P(k)` is the probability that a drawn row is :math:`k` time steps old (0: the newest), :math:`h` is
-    ``half_life``, and :math:`n` is the number of time steps in the window. All lanes (environments) are equally likely;
-    if lanes have unlike lengths, rows of equal age are.
+    Here :math:`P(k)` is the probability that a drawn row is :math:`k` time steps old
+    (0: the newest), :math:`h` is ``half_life``, and :math:`n` is the number of time
+    steps in the window. All lanes (environments) are equally likely; if lanes have
+    unlike lengths, rows of equal age are.
 
     Args:
-        half_life: the age in time steps at which a row is half as likely as the newest row, positive. By default
-            (infinity), all ages in the window are equally likely.
-        window: the number of newest time steps that may be drawn, at least 1 and rounded down; ``None``: all.
-        max_age: the largest age of a row that may be drawn, at least 0; ``None``: any age. ``max_age=a`` means the same
-            as ``window=a + 1``, except that it is fixed. For ages in versions of the policy, use TorchRL's
+        half_life: the age in time steps at which a row is half as likely as the newest
+            row, positive. By default (infinity), all ages in the window are equally
+            likely.
+        window: the number of newest time steps that may be drawn, at least 1 and
+            rounded down; ``None``: all.
+        max_age: the largest age of a row that may be drawn, at least 0; ``None``: any
+            age. ``max_age=a`` means the same as ``window=a + 1``, except that it is
+            fixed. For ages in versions of the policy, use TorchRL's
             ``StalenessAwareSampler``.
 
-    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers. For *emphasizing recent
-    experience* (ERE), set ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where
-    N is the number of stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
+    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers.
+    For *emphasizing recent experience* (ERE), set
+    ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of
+    K, where N is the number of stored time steps, ``eta`` is slightly below 1, and
+    ``least`` is the smallest window.
 
     Raises:
-        ValueError: a setting is out of range, or the buffer's writer does not write in time order; (when sampling) rows
-            were written out of time order.
+        ValueError: a setting is out of range, or the buffer's writer does not write in
+            time order; (when sampling) rows were written out of time order.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B).
-    Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019.
-    TorchRL has no such sampler.
+    Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience
+    without Forgetting the Past, 2019. TorchRL has no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -80,21 +93,35 @@ class RecencySampler(RowSampler):
     requires_shared_state, needs_order = False, True
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
-    log_decay: float  # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely
+    # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely
+    log_decay: float
 
-    def __init__(self, half_life: float = inf, window: int | None = None, *, max_age: int | None = None) -> None:
-        self.half_life, self.window, self.max_age = half_life, window, optional(whole(0))("max_age", max_age)
+    def __init__(
+        self,
+        half_life: float = inf,
+        window: int | None = None,
+        *,
+        max_age: int | None = None,
+    ) -> None:
+        self.half_life, self.window, self.max_age = (
+            half_life,
+            window,
+            optional(whole(0))("max_age", max_age),
+        )
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        self.log_decay = max(-log(2.0) / self.half_life, -1e300)  # not infinite, because 0 * infinity is NaN
+        # not infinite, because 0 * infinity is NaN
+        self.log_decay = max(-log(2.0) / self.half_life, -1e300)
 
     def span(self, steps: int) -> int:
         """Return how many of ``steps`` stored time steps may be drawn."""
         steps = steps if self.window is None else min(steps, self.window)
         return steps if self.max_age is None else min(steps, self.max_age + 1)
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def draw(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, device = len(storage), device_of(storage)
         if not rows:
@@ -105,11 +132,18 @@ class RecencySampler(RowSampler):
         lanes = lanes_of(storage).numel()
         steps = rows // lanes
         newest = torchrl_parts.last_step(storage, steps)
-        return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
+        return recent_rows(
+            uniform, newest, self.span(steps), steps, lanes, self.log_decay
+        ), {}
 
     @compiled_form_of("draw", "span")
     def draw_into(
-        self, storage: PackedStorage, live: tuple[int, bool], flat: Tensor, report: dict[str, Tensor], scratch: Tensor
+        self,
+        storage: PackedStorage,
+        live: tuple[int, bool],
+        flat: Tensor,
+        report: dict[str, Tensor],
+        scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         ring = storage.ring
@@ -119,10 +153,13 @@ class RecencySampler(RowSampler):
             return
         fill_uniform_(scratch, self._rng)
         steps = cells // ring.lanes
-        recent_rows(scratch, newest, self.span(steps), steps, ring.lanes, self.log_decay, flat)
+        recent_rows(
+            scratch, newest, self.span(steps), steps, ring.lanes, self.log_decay, flat
+        )
 
     def _mass_by_lane(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, of lanes with ``count`` steps, ``[E]``, how many may be drawn, and the sums of their weights."""
+        """Return, of lanes with ``count`` steps, ``[E]``, how many may be drawn, and
+        the sums of their weights."""
         span = count.clamp(max=self.span(int(count.max())))
         if self.log_decay == 0:
             return span, span.double()
@@ -131,11 +168,16 @@ class RecencySampler(RowSampler):
     def _draw_by_lane(self, storage: PackedStorage, uniform: Tensor) -> Tensor:
         span, mass = self._mass_by_lane(to_device(storage.ring.count, uniform.device))
         end = mass.cumsum(0)
-        place = torch.minimum(uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(())))
+        place = torch.minimum(
+            uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(()))
+        )
         lane = torch.searchsorted(end, place, right=True)
         within = ((place - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
         if self.log_decay < 0:
-            age = torch.log1p(within * torch.expm1(span[lane] * self.log_decay)) / self.log_decay
+            age = (
+                torch.log1p(within * torch.expm1(span[lane] * self.log_decay))
+                / self.log_decay
+            )
         else:
             age = within * span[lane]
         age = torch.minimum(age.long(), span[lane] - 1)
@@ -144,13 +186,21 @@ class RecencySampler(RowSampler):
 
     def probability(self, index: object, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
-        flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
+        flat, lanes = (
+            flat_rows(index, storage, device_of(storage)),
+            lanes_of(storage).numel(),
+        )
         if hasattr(storage, "ring"):
-            count, age = to_device(storage.ring.count, flat.device), storage.ring.reach(flat)[1]
+            count, age = (
+                to_device(storage.ring.count, flat.device),
+                storage.ring.reach(flat)[1],
+            )
         else:
             steps = len(storage) // lanes
             count = torch.full((lanes,), steps, device=flat.device)
             age = (torchrl_parts.last_step(storage, steps) - flat // lanes) % steps
         span, mass = self._mass_by_lane(count)
-        weight = torch.where(age < span[flat % lanes], torch.exp(age.double() * self.log_decay), 0.0)
+        weight = torch.where(
+            age < span[flat % lanes], torch.exp(age.double() * self.log_decay), 0.0
+        )
         return weight / mass.sum()

@@ -14,35 +14,52 @@ from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, optional, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, nth_rows, row_count, stand_apart
+from rlbuf_td.storages.indexing import (
+    device_of,
+    flat_rows,
+    lanes_of,
+    nth_rows,
+    row_count,
+    stand_apart,
+)
 from rlbuf_td.storages.torchrl_parts import last_step
 
 
 class Replaceable(type(Sampler)):
-    """Metaclass: ``cls(replacement=False)`` creates an instance of ``cls.without_replacement``, as in TorchRL."""
+    """Metaclass: ``cls(replacement=False)`` creates an instance of
+    ``cls.without_replacement``, as in TorchRL."""
 
-    without_replacement: type[Sampler]  # set in __init__.py, because samplers do not import each other
+    # set in __init__.py, because samplers do not import each other
+    without_replacement: type[Sampler]
 
     def __call__(cls, *args: object, replacement: bool = True, **kwargs: object) -> Any:
-        return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
+        return (
+            super().__call__(*args, **kwargs)
+            if replacement
+            else cls.without_replacement(*args, **kwargs)
+        )
 
 
 class UniformSampler(RowSampler, metaclass=Replaceable):
     """Draws every written row with equal probability.
 
     Args:
-        unique: whether a batch's rows are distinct. To draw no row twice in an epoch, use :class:`MinibatchSampler`.
-        max_age: the largest age of a row that may be drawn, at least 0, in time steps of its lane (0: the newest);
-            ``None``: any age. The rows that are young enough are equally likely. For ages in versions of the policy,
-            use TorchRL's ``StalenessAwareSampler``.
-        replacement: if ``False``, create a :class:`MinibatchSampler` from the other arguments. TorchRL's
-            ``RandomSampler`` similarly creates a ``SamplerWithoutReplacement``.
+        unique: whether a batch's rows are distinct. To draw no row twice in an epoch,
+            use :class:`MinibatchSampler`.
+        max_age: the largest age of a row that may be drawn, at least 0, in time steps
+            of its lane (0: the newest); ``None``: any age. The rows that are young
+            enough are equally likely. For ages in versions of the policy, use TorchRL's
+            ``StalenessAwareSampler``.
+        replacement: if ``False``, create a :class:`MinibatchSampler` from the other
+            arguments. TorchRL's ``RandomSampler`` similarly creates a
+            ``SamplerWithoutReplacement``.
 
     Raises:
         RuntimeError: (when sampling) the buffer is empty.
-        ValueError: ``max_age`` is negative, or is given and the buffer's writer does not write in time order; (when
-            sampling) ``unique`` is set and fewer rows may be drawn than a batch has, or ``max_age`` is given and rows
-            were written out of time order.
+        ValueError: ``max_age`` is negative, or is given and the buffer's writer does
+            not write in time order; (when sampling) ``unique`` is set and fewer rows
+            may be drawn than a batch has, or ``max_age`` is given and rows were written
+            out of time order.
 
     Cost: O(B); with ``unique=True`` O(B log B) on other devices than the CPU.
 
@@ -59,11 +76,19 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     _shown: ClassVar = ("unique", "max_age")
     requires_shared_state = False
 
-    def __init__(self, *, unique: bool = False, max_age: int | None = None, replacement: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        unique: bool = False,
+        max_age: int | None = None,
+        replacement: bool = True,
+    ) -> None:
         self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)
         self.needs_order = max_age is not None
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def draw(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows = self._drawable(storage)
         if rows == 0:
@@ -74,7 +99,9 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             number = self._distinct(rows, batch_size, device)
         else:
             source = device if generator is None else generator.device
-            number = torch.randint(rows, (batch_size,), generator=generator, device=source).to(device)
+            number = torch.randint(
+                rows, (batch_size,), generator=generator, device=source
+            ).to(device)
         return self._nth(storage, number), {}
 
     @compiled_form_of("draw", "_drawable", "_nth", "_distinct")
@@ -88,7 +115,9 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         generator = self._rng
-        if self.max_age is not None or not (generator is None or generator.device.type == "cpu"):
+        if self.max_age is not None or not (
+            generator is None or generator.device.type == "cpu"
+        ):
             flat.copy_(self.draw(storage, len(flat))[0])
             return
         rows, are_cells = live
@@ -103,45 +132,77 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             flat.copy_(storage.ring.cell_of(flat))
 
     def _drawable(self, storage: Storage) -> int:
-        return row_count(storage) if self.max_age is None else young_count(storage, self.max_age)
+        return (
+            row_count(storage)
+            if self.max_age is None
+            else young_count(storage, self.max_age)
+        )
 
     def _nth(self, storage: Storage, number: torch.Tensor) -> torch.Tensor:
-        """Return the flat indices of rows; ``number`` counts the rows that may be drawn from 0 on."""
-        return nth_rows(storage, number) if self.max_age is None else _nth_young(storage, self.max_age, number)
+        """Return the flat indices of rows; ``number`` counts the rows that may be drawn
+        from 0 on."""
+        return (
+            nth_rows(storage, number)
+            if self.max_age is None
+            else _nth_young(storage, self.max_age, number)
+        )
 
     def probability(self, index: object, *, storage: Storage) -> torch.Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat = flat_rows(index, storage, device_of(storage))
-        probability = torch.full(flat.shape, 1 / self._drawable(storage), dtype=torch.float64, device=flat.device)
+        probability = torch.full(
+            flat.shape,
+            1 / self._drawable(storage),
+            dtype=torch.float64,
+            device=flat.device,
+        )
         if self.max_age is not None:
             return probability * _is_young(storage, self.max_age, flat)
-        return probability * storage.ring.is_live(flat) if isinstance(storage, PackedStorage) else probability
+        return (
+            probability * storage.ring.is_live(flat)
+            if isinstance(storage, PackedStorage)
+            else probability
+        )
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether there are enough rows for a batch."""
         return self._drawable(storage) >= (batch_size if self.unique else 1)
 
-    def _distinct(self, rows: int, batch_size: int, device: torch.device) -> torch.Tensor:
-        generator, drawn = self._rng, torch.empty(batch_size, dtype=torch.int64, device=device)
-        is_on_host = backend_of(drawn) == "numba" and (generator is None or generator.device == device)
+    def _distinct(
+        self, rows: int, batch_size: int, device: torch.device
+    ) -> torch.Tensor:
+        generator, drawn = (
+            self._rng,
+            torch.empty(batch_size, dtype=torch.int64, device=device),
+        )
+        is_on_host = backend_of(drawn) == "numba" and (
+            generator is None or generator.device == device
+        )
         if is_on_host:
             return _draw_distinct_(drawn, rows, generator)
         return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore the settings. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""
+        """Restore the settings. A state of TorchRL's ``RandomSampler`` is accepted, and
+        changes nothing."""
         self.unique = bool(state_dict.get("unique", self.unique))
 
 
 def young_count(storage: Storage, max_age: int) -> int:
-    """Return how many stored rows are young: at most ``max_age`` time steps of their lane old."""
+    """Return how many stored rows are young: at most ``max_age`` time steps of their
+    lane old."""
     if hasattr(storage, "ring"):
         return int(storage.ring.count.clip(max=max_age + 1).sum())
-    return min(len(storage), (max_age + 1) * lanes_of(storage).numel()) if len(storage) else 0
+    return (
+        min(len(storage), (max_age + 1) * lanes_of(storage).numel())
+        if len(storage)
+        else 0
+    )
 
 
 def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Tensor:
-    """Return flat indices, ``[B]`` int64; ``number`` counts the young rows from 0 on."""
+    """Return flat indices, ``[B]`` int64; ``number`` counts the young rows from 0
+    on."""
     if stand_apart(storage):
         return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
     rows, lanes = len(storage), lanes_of(storage).numel()
@@ -158,10 +219,14 @@ def _is_young(storage: Storage, max_age: int, flat: torch.Tensor) -> torch.Tenso
 
 def _refuse_more_than(rows: int, batch_size: int) -> None:
     if batch_size > rows:
-        raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
+        raise ValueError(
+            f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False"
+        )
 
 
-def _draw_distinct_(drawn: torch.Tensor, rows: int, generator: torch.Generator | None) -> torch.Tensor:
+def _draw_distinct_(
+    drawn: torch.Tensor, rows: int, generator: torch.Generator | None
+) -> torch.Tensor:
     """Fill ``drawn``, on the CPU, with distinct numbers below ``rows``; return it."""
     kept = 0
     for numbers in _candidates(rows, len(drawn), generator):
@@ -171,8 +236,11 @@ def _draw_distinct_(drawn: torch.Tensor, rows: int, generator: torch.Generator |
     return drawn
 
 
-def _candidates(rows: int, batch_size: int, generator: torch.Generator | None) -> Iterator[torch.Tensor]:
-    """Yield ``[B]`` rows until they have B distinct ones; the first B of these are a sample without replacement."""
+def _candidates(
+    rows: int, batch_size: int, generator: torch.Generator | None
+) -> Iterator[torch.Tensor]:
+    """Yield ``[B]`` rows until they have B distinct ones; the first B of these are a
+    sample without replacement."""
     if 8 * batch_size > rows:
         yield torch.randperm(rows, generator=generator, device="cpu")[:batch_size]
     while True:

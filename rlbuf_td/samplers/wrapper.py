@@ -25,7 +25,14 @@ from rlbuf_td.samplers.reading import Reading
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, state_of
 from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
-from rlbuf_td.storages.indexing import Index, Info, coordinates, device_of, flat_rows, refuse_unwritten
+from rlbuf_td.storages.indexing import (
+    Index,
+    Info,
+    coordinates,
+    device_of,
+    flat_rows,
+    refuse_unwritten,
+)
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
@@ -33,9 +40,11 @@ from rlbuf_td.storages.tensordict_fast import folded
 NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
-"""``read(flat, owner)`` reads the flat rows, and revises each row with the random choices for one drawn row.
+"""``read(flat, owner)`` reads the flat rows, and revises each row with the random
+choices for one drawn row.
 
-For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is None, ``flat`` holds the drawn rows.
+For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is None,
+``flat`` holds the drawn rows.
 """
 
 
@@ -48,36 +57,54 @@ def _of_inner(name: str) -> Any:
 
 
 Drawn: TypeAlias = tuple[Tensor, Info, TensorDictBase]
-"""Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in new memory."""
+"""Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in
+new memory."""
 
 
 class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [inconsistent-inheritance]
-    """Abstract base of the samplers that wrap another sampler and *revise* its batches: change or add entries.
+    """Abstract base of the samplers that wrap another sampler and *revise* its batches:
+    change or add entries.
 
-    TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper inherits from that class,
-    but does not call its ``__init__``, which creates C++ sum trees.
+    TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper
+    inherits from that class, but does not call its ``__init__``, which creates C++ sum
+    trees.
     """
 
     needs_order = needs_episodes = True
     sampler: Sampler
-    innermost: Any  # the sampler that draws the rows: one of ours, of TorchRL's or of a user's
-    adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
-    gives_windows: bool = False  # whether batches have a dim for the steps of each window
+    # the sampler that draws the rows: one of ours, of TorchRL's or of a user's
+    innermost: Any
+    # whether newly written rows replace some of the drawn rows
+    adds_fresh_rows: bool = False
+    # whether batches have a dim for the steps of each window
+    gives_windows: bool = False
     time_dim_name: str | None = None  # the name of this dim
-    takes_goals: bool = False  # whether this wrapper or one inside it gives rows goals from the episode of a drawn row
-    has_checked_order: bool = False  # whether a draw has looked for interleaved trajectories
+    # whether this wrapper or one inside it gives rows goals from the episode of a drawn
+    # row
+    takes_goals: bool = False
+    # whether a draw has looked for interleaved trajectories
+    has_checked_order: bool = False
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 
-    def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
+    def __init__(
+        self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None
+    ) -> None:
         if not isinstance(sampler, Sampler):
-            raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
-        self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
+            raise TypeError(
+                f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}"
+            )
+        # isinstance is slow for ABCs
+        self._inner = sampler if isinstance(sampler, SamplerWrapper) else None
         if self._inner is not None and self._inner._level >= self._level:
             order = "use SequenceSampler(NStepSampler(HindsightSampler(FreshRowsSampler(...))))"
-            raise TypeError(f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}")
+            raise TypeError(
+                f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}"
+            )
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
-        self.takes_goals = self.takes_goals or (self._inner is not None and self._inner.takes_goals)
+        self.takes_goals = self.takes_goals or (
+            self._inner is not None and self._inner.takes_goals
+        )
         self.episode_keys = EpisodeKeys.of(done_key, traj_key)
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys |= reported_by(sampler)
@@ -90,50 +117,68 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
 
     def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         """Return a :data:`Read` function for the drawn rows, ``[B]``."""
-        return (lambda flat, _: storage.gather(flat)) if self._inner is None else self._inner._reader(storage, drawn)
+        return (
+            (lambda flat, _: storage.gather(flat))
+            if self._inner is None
+            else self._inner._reader(storage, drawn)
+        )
 
     def _revised_keys(self) -> Iterator[NestedKey]:
-        """Yield the keys of the entries that this wrapper and the wrappers inside it may change or add."""
+        """Yield the keys of the entries that this wrapper and the wrappers inside it
+        may change or add."""
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
     def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draw and revise a batch."""
         flat, info = self.draw_rows(storage, batch_size)
-        refuse_unwritten(flat, storage)  # compiled loops look up the trajectories of these rows without a check
+        # compiled loops look up the trajectories of these rows without a check
+        refuse_unwritten(flat, storage)
         drawn = self.batch_of(storage, flat, info)
         if not self.has_checked_order:
             self.warn_if_interleaved(storage)
         return drawn
 
     def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
-        """Draw the rows that this wrapper revises: return flat rows, ``[B]``, and the sampler's info dict."""
+        """Draw the rows that this wrapper revises: return flat rows, ``[B]``, and the
+        sampler's info dict."""
         if self._inner is not None:
             return self._inner.draw_rows(storage, batch_size)
         refuse_disorder(self, storage)
         return draw_from(self.sampler, storage, batch_size)
 
     def drawn_rows_of(self, batch_size: int) -> int:
-        """Return how many rows :meth:`draw_rows` returns for a batch, if it finds as many."""
+        """Return how many rows :meth:`draw_rows` returns for a batch, if it finds as
+        many."""
         return batch_size
 
     def fill(self) -> Callable[..., None] | None:
-        """Return the form of :meth:`draw_rows` that writes to given memory, see :class:`CompiledPlan`, or None."""
-        return compiled_form(self.sampler, "draw_into") if self._inner is None else self._inner.fill()
+        """Return the form of :meth:`draw_rows` that writes to given memory, see
+        :class:`CompiledPlan`, or None."""
+        return (
+            compiled_form(self.sampler, "draw_into")
+            if self._inner is None
+            else self._inner.fill()
+        )
 
     @compiled_form_of("_reader", "draw_batch", "batch_of")
-    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
-        """Return the compiled form of the work of this wrapper and those inside it; or why there is none, in one line.
+    def reading(
+        self, storage: PackedStorage, size: int, is_stamped: bool
+    ) -> Reading | str:
+        """Return the compiled form of the work of this wrapper and those inside it; or
+        why there is none, in one line.
 
         Args:
             storage: the storage, whose rows have been allocated.
-            size: the number of rows to read for the wrapper around this one, or of drawn rows.
+            size: the number of rows to read for the wrapper around this one, or of
+                drawn rows.
             is_stamped: whether batches have the serials of their rows.
         """
         return reading_of(self.sampler, storage, size, is_stamped)
 
     def looks_up_with_torch(self, storage: PackedStorage) -> bool:
-        """Whether no compiled code looks up episodes; raises the errors of a look-up."""
+        """Whether no compiled code looks up episodes; raises the errors of a
+        look-up."""
         return not self.episodes_of(storage).address
 
     @property
@@ -142,7 +187,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         return 1 if self._inner is None else self._inner.steps_needed
 
     def warn_if_interleaved(self, storage: PackedStorage) -> None:
-        """Warn if trajectories are interleaved, unless this would wait for a device; too few rows do not tell."""
+        """Warn if trajectories are interleaved, unless this would wait for a device;
+        too few rows do not tell."""
         if len(storage) < _FEW_ROWS:
             return
         self.has_checked_order, needed = True, self.steps_needed
@@ -160,31 +206,38 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             )
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
-        """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
+        """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and
+        their info dict."""
         return flat, info, self._reader(storage, flat)(flat, None)
 
     def episodes_of(self, storage: PackedStorage) -> Episodes:
-        """Return the episodes of the rows by this wrapper's keys, up to date; raises the errors of a look-up."""
+        """Return the episodes of the rows by this wrapper's keys, up to date; raises
+        the errors of a look-up."""
         storage.use_episode_keys(self.episode_keys)
         return storage.episodes_now()
 
     def watch(self, storage: PackedStorage) -> None:
-        """Let the storage look up episodes by the keys of this wrapper and the wrappers inside it."""
+        """Let the storage look up episodes by the keys of this wrapper and the wrappers
+        inside it."""
         storage.use_episode_keys(self.episode_keys)
         if self._inner is not None:
             self._inner.watch(storage)
 
     # pyrefly: ignore [bad-override]
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, Info]:
-        """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
+        """Draw rows; return their index, and a dict of all changed and added entries,
+        ``{key: [B, ...]}``."""
         refuse_other_storage(self, storage)
         refuse_stored(self, storage)
         flat, info, batch = self.draw_batch(cast("PackedStorage", storage), batch_size)
-        for key in self._revised_keys():  # TorchRL's buffers merge these entries into the batch after the transforms
+        # TorchRL's buffers merge these entries into the batch after the transforms
+        for key in self._revised_keys():
             value = batch.get(key, None)
             if isinstance(value, TensorDictBase):
                 names = value.keys(include_nested=True, leaves_only=True)
-                info |= {(*as_tuple(key), *as_tuple(name)): value.get(name) for name in names}
+                info |= {
+                    (*as_tuple(key), *as_tuple(name)): value.get(name) for name in names
+                }
             elif value is not None:
                 info[key] = value
         index = coordinates(flat, storage)
@@ -194,12 +247,15 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         return found.pop("index"), found
 
     def rows_per_window(self, info: Info) -> int:
-        """Return L, the number of rows per window of a flat batch with this info dict; see :attr:`gives_windows`."""
+        """Return L, the number of rows per window of a flat batch with this info dict;
+        see :attr:`gives_windows`."""
         raise NotImplementedError
 
     def lay_out(self, batch: TensorDictBase, info: Info) -> tuple[TensorDictBase, Info]:
         """Return a flat batch and its info dict in the shape ``[B, L]``."""
-        return folded(batch, self.rows_per_window(info), self.time_dim_name), self.report_by_window(info)
+        return folded(
+            batch, self.rows_per_window(info), self.time_dim_name
+        ), self.report_by_window(info)
 
     def report_by_window(self, info: Info) -> Info:
         """Return the entries of a flat batch's info dict in the shape ``[B, L]``."""
@@ -220,11 +276,17 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def anchored(
         self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor
     ) -> tuple[Tensor, Tensor, Windows | None]:
-        """Return the rows whose priorities a batch with these entries updates, and one TD error per returned row.
+        """Return the rows whose priorities a batch with these entries updates, and one
+        TD error per returned row.
 
-        With windows, both are still those of each row of the batch: the window's anchor, and the row's TD error.
+        With windows, both are still those of each row of the batch: the window's
+        anchor, and the row's TD error.
         """
-        return (index, td_error, None) if self._inner is None else self._inner.anchored(entries, index, td_error)
+        return (
+            (index, td_error, None)
+            if self._inner is None
+            else self._inner.anchored(entries, index, td_error)
+        )
 
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")
@@ -241,7 +303,10 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     mark_update = _of_inner("mark_update")
     _empty = _of_inner("_empty")
     # pyrefly: ignore [bad-override]
-    reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's reduction.")
+    reduction = property(
+        lambda self: getattr(self.sampler, "reduction", "max"),
+        doc="The wrapped sampler's reduction.",
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("sampler", "innermost"):
@@ -249,13 +314,16 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set ``name`` on the outermost sampler whose class defines ``name``, or else on this wrapper."""
+        """Set ``name`` on the outermost sampler whose class defines ``name``, or else
+        on this wrapper."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")
         object.__setattr__(self if part is None else part, name, value)
 
-    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
+    def update_priority(
+        self, index: Any, priority: Any, *, storage: Storage | None = None
+    ) -> Any:
         """Pass priorities to the wrapped sampler, if that sampler is prioritized."""
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
@@ -266,10 +334,12 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         return {"sampler": inner(), "settings": self._settings()}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the
+        state is invalid."""
         with state_of(self):
             before, settings = self._settings(), state_dict["settings"]
-            if not settings.keys() <= before.keys():  # an older version may have fewer settings
+            # an older version may have fewer settings
+            if not settings.keys() <= before.keys():
                 own = f"a {type(self).__name__} has {sorted(before)}"
                 raise ValueError(f"the saved settings are {sorted(settings)}, {own}")
             with self._set(settings):
@@ -279,16 +349,25 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
 
 
-def reading_of(sampler: Sampler, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
-    """Return the compiled reading of what a sampler draws, see :meth:`SamplerWrapper.reading`, or why there is none."""
+def reading_of(
+    sampler: Sampler, storage: PackedStorage, size: int, is_stamped: bool
+) -> Reading | str:
+    """Return the compiled reading of what a sampler draws, see
+    :meth:`SamplerWrapper.reading`, or why there is none."""
     if not isinstance(sampler, SamplerWrapper):
         return Reading(storage, size, is_stamped)
     make = compiled_form(sampler, "reading")
-    found = f"{type(sampler).__name__} has no compiled form" if make is None else make(storage, size, is_stamped)
+    found = (
+        f"{type(sampler).__name__} has no compiled form"
+        if make is None
+        else make(storage, size, is_stamped)
+    )
     return cast("Reading | str", found)
 
 
-def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
+def draw_from(
+    sampler: Sampler, storage: PackedStorage, batch_size: int
+) -> tuple[Tensor, Info]:
     """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
     draw = getattr(sampler, "draw", None)
     if draw is None:
@@ -296,21 +375,26 @@ def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tupl
         drawn = flat_rows(index, storage, device_of(storage)), info
     else:
         drawn = draw(storage, batch_size)
-    flat, info = rows_drawn(sampler, drawn)  # a user's sampler, or a user's subclass of ours
+    # a user's sampler, or a user's subclass of ours
+    flat, info = rows_drawn(sampler, drawn)
     return flat_rows(flat, storage, device_of(storage)), {**info}
 
 
 def leaf_stored(storage: PackedStorage, key: tuple[str, ...]) -> Leaf | None:
-    """Return the dtype and the shape of a key in each row, or None if it is not stored."""
+    """Return the dtype and the shape of a key in each row, or None if it is not
+    stored."""
     layout = storage.all_rows().layout
     return layout.leaves[layout.places[key]] if key in layout.places else None
 
 
 def summable(storage: PackedStorage, key: tuple[str, ...], what: str) -> Leaf:
-    """Return the dtype and the shape of the rewards to sum; raise an error that names ``what`` needs them."""
+    """Return the dtype and the shape of the rewards to sum; raise an error that names
+    ``what`` needs them."""
     leaf = leaf_stored(storage, key)
     if leaf is None or key in storage.deduplicated:
         raise KeyError(f"{what} need {show_key(key)}, which is not stored")
     if not leaf.dtype.is_floating_point:
-        raise TypeError(f"rewards to sum must be floating point numbers, got {leaf.dtype}")
+        raise TypeError(
+            f"rewards to sum must be floating point numbers, got {leaf.dtype}"
+        )
     return leaf

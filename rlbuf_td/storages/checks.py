@@ -1,4 +1,5 @@
-"""Checks of values that users pass: ``check(name, value)`` converts a value, or raises a ValueError."""
+"""Checks of values that users pass: ``check(name, value)`` converts a value, or raises
+a ValueError."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
-#: What ``state_dict`` returns and a dump holds: numbers, strings and tensors, in dicts and lists.
+#: What ``state_dict`` returns and a dump holds: numbers, strings and tensors, in dicts
+# and lists.
 State: TypeAlias = dict[str, Any]
 #: Why rows are not in time order, and what to do.
 OUT_OF_ORDER = (
@@ -22,26 +24,32 @@ OUT_OF_ORDER = (
 
 def as_number(value: Any) -> float:
     """Convert a value to a float; return NaN if it is no number."""
-    with suppress(TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+    # RuntimeError: a tensor with several elements
+    with suppress(TypeError, ValueError, RuntimeError):
         return float(value)
     return float("nan")
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """Convert a device; raise a RuntimeError if it is a CUDA device that this machine lacks."""
+    """Convert a device; raise a RuntimeError if it is a CUDA device that this machine
+    lacks."""
     device = torch.device(device)
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         known = f"torch finds {count} CUDA device{'' if count == 1 else 's'} on this machine"
         why = "" if torch.version.cuda else " (this torch was built without CUDA)"
-        raise RuntimeError(f"device={str(device)!r} is missing: {known}{why}: use device='cpu'")
+        raise RuntimeError(
+            f"device={str(device)!r} is missing: {known}{why}: use device='cpu'"
+        )
     return device
 
 
 def exponent(name: str, value: object) -> float:
     number = as_number(value)
     if not 0.0 <= number < float("inf"):
-        raise ValueError(f"{name} must be greater or equal to 0, and finite, got {_shown(value)}")
+        raise ValueError(
+            f"{name} must be greater or equal to 0, and finite, got {_shown(value)}"
+        )
     return number
 
 
@@ -53,12 +61,15 @@ def fraction(name: str, value: object) -> float:
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a check that accepts whole numbers from ``least`` on, also floats such as 3.0."""
+    """Return a check that accepts whole numbers from ``least`` on, also floats such as
+    3.0."""
 
     def check(name: str, value: object) -> int:
         number = float("nan") if isinstance(value, bool) else as_number(value)
         if not (number >= least and number.is_integer()):
-            raise ValueError(f"{name} must be a whole number, at least {least}, got {_shown(value)}")
+            raise ValueError(
+                f"{name} must be a whole number, at least {least}, got {_shown(value)}"
+            )
         return int(number)
 
     return check
@@ -70,9 +81,12 @@ def optional(check: Callable[[str, object], object]) -> Callable[[str, Any], Any
 
 
 def saved_number(name: str, value: object, least: int, most: int) -> int:
-    """Return a number of a saved state; raise a ValueError unless it is an int from ``least`` to ``most``."""
+    """Return a number of a saved state; raise a ValueError unless it is an int from
+    ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"the saved {name} is {value!r}, expected a whole number from {least} to {most}")
+        raise ValueError(
+            f"the saved {name} is {value!r}, expected a whole number from {least} to {most}"
+        )
     return value
 
 
@@ -83,25 +97,42 @@ def state_of(part: object) -> Iterator[None]:
         yield
     except ValueError:
         raise
-    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
+        raise ValueError(
+            f"the state is not that of a {type(part).__name__}: {error!r}"
+        ) from error
 
 
 def one_of(*choices: object) -> Callable[[str, Any], Any]:
     def check(name: str, value: object) -> Any:
-        if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
-            raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
+        if not any(
+            value is choice or (type(value) is str and value == choice)
+            for choice in choices
+        ):
+            raise ValueError(
+                f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}"
+            )
         return value
 
     return check
 
 
 def _shown(value: object) -> str:
-    return repr(value) if isinstance(value, str) else str(value)  # NumPy's numbers have a longer repr
+    # NumPy's numbers have a longer repr
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def require_packed(storage: object, what: str, remedy: str) -> PackedStorage:
-    """Return a storage that ``what`` needs as a :class:`PackedStorage`; raise a TypeError if it is of another class."""
+    """Return a storage that ``what`` needs as a :class:`PackedStorage`; raise a
+    TypeError if it is of another class."""
     if not getattr(storage, "is_packed", False):
-        raise TypeError(f"{what} needs a PackedStorage, got a {type(storage).__name__}: {remedy}")
+        raise TypeError(
+            f"{what} needs a PackedStorage, got a {type(storage).__name__}: {remedy}"
+        )
     return cast("PackedStorage", storage)

@@ -1,4 +1,5 @@
-"""Deduplicated observations: the user's options, the keys that they select, and the memory layout."""
+"""Deduplicated observations: the user's options, the keys that they select, and the
+memory layout."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 
 Key: TypeAlias = tuple[str, ...]
-_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns separately
+# samplers read these columns separately
+_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")
 _MIN_KEY_BYTES = 8  # two entry names of 4 bytes replace a key
 ENTRY_NAMES = "_entries"  # the key of the entry names in a stored row
 _CHUNK = 512  # bytes of a chunk at least, whose place in its ring takes 4 bytes
@@ -27,7 +29,8 @@ _CHUNK = 512  # bytes of a chunk at least, whose place in its ring takes 4 bytes
 class DedupGroup:
     """Keys whose values are stored together in one entry."""
 
-    keys: tuple[Key, ...]  # of the observation; the next observation has these keys under "next"
+    # of the observation; the next observation has these keys under "next"
+    keys: tuple[Key, ...]
     pieces: int = 1  # entries per observation (frames of a stack)
     dim: int = 0  # the dim of the key along which its frames lie
     has_next: bool = True  # whether rows hold a next observation
@@ -35,19 +38,25 @@ class DedupGroup:
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage` after validation."""
+    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`
+    after validation."""
 
     share_next: bool | tuple[Key, ...]
-    frames: tuple[tuple[Key, int, int], ...]  # (key, number of frames, dim of the frames) of each stack
+    # (key, number of frames, dim of the frames) of each stack
+    frames: tuple[tuple[Key, int, int], ...]
 
     @classmethod
     def of(cls, share_next: object, frames: object) -> DedupOptions:
         if isinstance(share_next, Sequence | Set) and not isinstance(share_next, str):
             share_next = tuple(_key(key, "share_next") for key in share_next)
         elif not isinstance(share_next, bool):
-            raise ValueError(f"share_next must be True, False or a list of keys, got {share_next!r}")
+            raise ValueError(
+                f"share_next must be True, False or a list of keys, got {share_next!r}"
+            )
         if frames is not None and not isinstance(frames, Mapping):
-            raise ValueError(f"frames must be a dict of a number of frames by key, got {frames!r}")
+            raise ValueError(
+                f"frames must be a dict of a number of frames by key, got {frames!r}"
+            )
         stacks = {}
         for name, how in (frames or {}).items():
             key = _key(name, "frames")
@@ -66,14 +75,24 @@ def _key(key: object, argument: str) -> Key:
     except ValueError as error:
         raise ValueError(f"{argument} takes keys, and {error}") from None
     if path[0] == "next":
-        raise ValueError(f"{argument} names keys at the root, without 'next': got {key!r}")
+        raise ValueError(
+            f"{argument} names keys at the root, without 'next': got {key!r}"
+        )
     return path
 
 
 def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
     pair = tuple(how) if isinstance(how, Sequence) else (how, 0)
-    if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
-        raise ValueError(f"frames of {key!r} must be a whole number, at least 2, or (number, dim), got {how!r}")
+    if (
+        len(pair) != 2
+        or not all(
+            isinstance(number, Real) and number == number // 1 for number in pair
+        )
+        or pair[0] < 2
+    ):
+        raise ValueError(
+            f"frames of {key!r} must be a whole number, at least 2, or (number, dim), got {how!r}"
+        )
     return int(pair[0]), int(pair[1])
 
 
@@ -87,23 +106,40 @@ def choose(options: DedupOptions, leaves: Mapping[Key, Leaf]) -> tuple[DedupGrou
             refuse_key(leaves, key)
         keys = [key for key in dict.fromkeys(asked) if key not in taken]
     else:
-        keys = [key for key in leaves if asked and _may_share(leaves, key) and key not in taken]
+        keys = [
+            key
+            for key in leaves
+            if asked and _may_share(leaves, key) and key not in taken
+        ]
     if keys:
-        groups.append(DedupGroup(tuple(sorted(keys, key=lambda key: (-leaves[key].dtype.itemsize, key)))))
+        groups.append(
+            DedupGroup(
+                tuple(sorted(keys, key=lambda key: (-leaves[key].dtype.itemsize, key)))
+            )
+        )
     return tuple(groups)
 
 
 def _may_share(leaves: Mapping[Key, Leaf], key: Key) -> bool:
     leaf, other = leaves[key], leaves.get(("next", *key))
-    return other is not None and leaf.is_like(other) and leaf.nbytes >= _MIN_KEY_BYTES and key[-1] not in _COLUMNS
+    return (
+        other is not None
+        and leaf.is_like(other)
+        and leaf.nbytes >= _MIN_KEY_BYTES
+        and key[-1] not in _COLUMNS
+    )
 
 
 def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None or other is None:
-        raise SchemaError(f"share_next names {show_key(key)}, but rows lack that key or {show_key(('next', *key))}")
+        raise SchemaError(
+            f"share_next names {show_key(key)}, but rows lack that key or {show_key(('next', *key))}"
+        )
     if not leaf.is_like(other):
-        raise SchemaError(f"share_next names {show_key(key)}, which has another dtype or shape in 'next'")
+        raise SchemaError(
+            f"share_next names {show_key(key)}, which has another dtype or shape in 'next'"
+        )
     if not _may_share(leaves, key):
         raise SchemaError(
             f"share_next names {show_key(key)}, of {leaf.nbytes} bytes: only keys of {_MIN_KEY_BYTES} bytes or more "
@@ -111,40 +147,76 @@ def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
         )
 
 
-def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> DedupGroup:
+def frames_group(
+    leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int
+) -> DedupGroup:
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None:
-        raise SchemaError(f"frames names {show_key(key)}, which is not a key of the rows")
-    if not -len(leaf.shape) <= dim < len(leaf.shape) or leaf.shape[dim] % count or not leaf.nbytes:
+        raise SchemaError(
+            f"frames names {show_key(key)}, which is not a key of the rows"
+        )
+    if (
+        not -len(leaf.shape) <= dim < len(leaf.shape)
+        or leaf.shape[dim] % count
+        or not leaf.nbytes
+    ):
         raise SchemaError(
             f"frames={{{show_key(key)}: ({count}, {dim})}}, but dim {dim} of its shape {tuple(leaf.shape)} "
             f"is not {count} frames: name the dim of the frames"
         )
     if other is not None and not leaf.is_like(other):
-        raise SchemaError(f"frames names {show_key(key)}, which has another dtype or shape in 'next'")
+        raise SchemaError(
+            f"frames names {show_key(key)}, which has another dtype or shape in 'next'"
+        )
     return DedupGroup((key,), count, dim % len(leaf.shape), other is not None)
 
 
 class DedupLayout:
-    """The layout of *stored rows*, in which names of entries replace the deduplicated keys."""
+    """The layout of *stored rows*, in which names of entries replace the deduplicated
+    keys."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
-        self.layout, self.chosen = layout, chosen  # the layout of whole rows, as in batches; one or more groups
+        # the layout of whole rows, as in batches; one or more groups
+        self.layout, self.chosen = layout, chosen
         leaves = _by_key(layout)
-        paths = [path for group in chosen for key in group.keys for path in _sides(group, key)]
+        paths = [
+            path
+            for group in chosen
+            for key in group.keys
+            for path in _sides(group, key)
+        ]
         self.deduplicated = {path: leaves[path] for path in paths}
-        if (ENTRY_NAMES,) in layout.offsets or any(name == ENTRY_NAMES for name, _ in layout.root.nodes):
-            raise SchemaError(f"rows that share observations cannot have a key {ENTRY_NAMES!r}")
-        row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.deduplicated)
+        if (ENTRY_NAMES,) in layout.offsets or any(
+            name == ENTRY_NAMES for name, _ in layout.root.nodes
+        ):
+            raise SchemaError(
+                f"rows that share observations cannot have a key {ENTRY_NAMES!r}"
+            )
+        row = layout.unpack(
+            torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")
+        ).exclude(*self.deduplicated)
         count = sum(group.pieces * (1 + group.has_next) for group in chosen)
-        row.set(ENTRY_NAMES, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
+        row.set(
+            ENTRY_NAMES,
+            torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"),
+        )
         self.stored = RowLayout(row, 0)
-        #: Indices of the leaves that a stored row keeps, in the order of the stored row.
-        self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_NAMES,)]
+        #: Indices of the leaves that a stored row keeps, in the order of the stored
+        # row.
+        self.kept = [
+            layout.places[key] for key in self.stored.offsets if key != (ENTRY_NAMES,)
+        ]
         self.names_slot = self.stored.places[(ENTRY_NAMES,)]
         self.groups, self.parts = self._groups_and_parts()
-        own = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_NAMES,) and leaf.nbytes]
-        self.runs = tuple(Run(self.stored.offsets[leaf.key], layout.places[leaf.key], leaf.nbytes) for leaf in own)
+        own = [
+            leaf
+            for leaf in self.stored.leaves
+            if leaf.key != (ENTRY_NAMES,) and leaf.nbytes
+        ]
+        self.runs = tuple(
+            Run(self.stored.offsets[leaf.key], layout.places[leaf.key], leaf.nbytes)
+            for leaf in own
+        )
 
     @classmethod
     def chosen_for(cls, layout: RowLayout, options: DedupOptions) -> DedupLayout | None:
@@ -152,18 +224,44 @@ class DedupLayout:
         return cls(layout, chosen) if chosen else None
 
     def _groups_and_parts(self) -> tuple[tuple[Group, ...], tuple[Part, ...]]:
-        names_at, groups, parts = self.stored.offsets[(ENTRY_NAMES,)], list[Group](), list[Part]()
+        names_at, groups, parts = (
+            self.stored.offsets[(ENTRY_NAMES,)],
+            list[Group](),
+            list[Part](),
+        )
         for group in self.chosen:
             first, into, pieces, sides = len(parts), 0, group.pieces, 1 + group.has_next
             for key in group.keys:
                 leaf = self.deduplicated[key]
                 outer = prod(leaf.shape[: group.dim]) if pieces > 1 else 1
                 inner = leaf.nbytes // outer // pieces
-                following = self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
-                parts.append(Part(into, inner, outer, inner * pieces, self.layout.places[key], following))
+                following = (
+                    self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
+                )
+                parts.append(
+                    Part(
+                        into,
+                        inner,
+                        outer,
+                        inner * pieces,
+                        self.layout.places[key],
+                        following,
+                    )
+                )
                 into += inner * outer
             bits = ((_CHUNK - 1) // into).bit_length()
-            groups.append(Group(names_at, pieces, sides, pieces * sides, into, bits, first, len(parts)))
+            groups.append(
+                Group(
+                    names_at,
+                    pieces,
+                    sides,
+                    pieces * sides,
+                    into,
+                    bits,
+                    first,
+                    len(parts),
+                )
+            )
             names_at += 4 * pieces * sides
         return tuple(groups), tuple(parts)
 
@@ -172,13 +270,17 @@ class DedupLayout:
         for group, entries in zip(self.groups, used, strict=True):
             for p in range(group.first_part, group.past_part):
                 width = self.parts[p].inner * self.parts[p].outer
-                names = round(4 * cells * group.names * width / group.nbytes)  # its share of the names' bytes
+                # its share of the names' bytes
+                names = round(4 * cells * group.names * width / group.nbytes)
                 key = self.layout.leaves[self.parts[p].root].key
                 saved[key] = cells * width * group.names - entries * width - names
         return saved
 
     def state(self) -> list[list[Any]]:
-        return [[[list(key) for key in g.keys], g.pieces, g.dim, g.has_next] for g in self.chosen]
+        return [
+            [[list(key) for key in g.keys], g.pieces, g.dim, g.has_next]
+            for g in self.chosen
+        ]
 
     @classmethod
     def from_state(cls, layout: RowLayout, state: Sequence[Any]) -> DedupLayout:
@@ -194,7 +296,11 @@ class DedupLayout:
         return cls(layout, tuple(groups))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DedupLayout) and self.layout == other.layout and self.chosen == other.chosen
+        return (
+            isinstance(other, DedupLayout)
+            and self.layout == other.layout
+            and self.chosen == other.chosen
+        )
 
     def __hash__(self) -> int:
         return hash((self.layout, self.chosen))
@@ -205,7 +311,11 @@ def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
 
 
 def saved_dedup(layout: RowLayout, state: State) -> DedupLayout | None:
-    return DedupLayout.from_state(layout, state["deduplicated"]) if "deduplicated" in state else None
+    return (
+        DedupLayout.from_state(layout, state["deduplicated"])
+        if "deduplicated" in state
+        else None
+    )
 
 
 def _sides(group: DedupGroup, key: Key) -> list[Key]:

@@ -1,9 +1,11 @@
-"""The entries of deduplicated observations: their memory beside the rows, and how rows get them.
+"""The entries of deduplicated observations: their memory beside the rows, and how rows
+get them.
 
-:mod:`rlbuf_td.kernels.rows.entries` explains entries, names, chunks and rings. All numbers lie in the memory of the
-rows, where other processes and later ones find them. ``head``, ``[2, E]`` int64, is an argument that tells which rows
-of a lane are live: the serial of its oldest row, and that of the row to write next; the row with a serial is in time
-step ``serial % T``.
+:mod:`rlbuf_td.kernels.rows.entries` explains entries, names, chunks and rings. All
+numbers lie in the memory of the rows, where other processes and later ones find them.
+``head``, ``[2, E]`` int64, is an argument that tells which rows of a lane are live: the
+serial of its oldest row, and that of the row to write next; the row with a serial is in
+time step ``serial % T``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.schema import SchemaError
 
-MakeRoom: TypeAlias = Callable[[int, int], None]  # (offset of a section, nbytes): reserves disk space
+# (offset of a section, nbytes): reserves disk space
+MakeRoom: TypeAlias = Callable[[int, int], None]
 _PAGE = 4096
 _MAX_ENTRIES = 2**31 - 2
 _DIRTY = 0  # position in `Entries.numbers`; the two counters of each group follow
@@ -32,7 +35,8 @@ _DIRTY = 0  # position in `Entries.numbers`; the two counters of each group foll
 
 @dataclass(frozen=True)
 class Sections:
-    """Byte offsets of the memory after the rows, aligned to pages: numbers, then links and entries of each group."""
+    """Byte offsets of the memory after the rows, aligned to pages: numbers, then links
+    and entries of each group."""
 
     numbers: int
     following: tuple[int, ...]
@@ -44,10 +48,17 @@ class Sections:
 
     @classmethod
     def of(cls, dedup: DedupLayout, shape: torch.Size) -> Sections:
-        # As many entries as the rows refer to, and three chunks more per lane: they may begin and end within a chunk.
+        # As many entries as the rows refer to, and three chunks more per lane: they may
+        # begin and end within a chunk.
         cells, lanes = prod(shape), prod(shape[1:])
-        chunks = tuple(lanes * (3 + (shape[0] * group.names >> group.bits)) for group in dedup.groups)
-        most = max(count << group.bits for count, group in zip(chunks, dedup.groups, strict=True))
+        chunks = tuple(
+            lanes * (3 + (shape[0] * group.names >> group.bits))
+            for group in dedup.groups
+        )
+        most = max(
+            count << group.bits
+            for count, group in zip(chunks, dedup.groups, strict=True)
+        )
         if most > _MAX_ENTRIES:
             fit = f"{cells * _MAX_ENTRIES // most:,} of these fit. Take a smaller max_size"
             raise SchemaError(f"{cells:,} deduplicated rows are too many: {fit}")
@@ -59,7 +70,9 @@ class Sections:
             entries.append(at)
             at += _pages(group.nbytes * count << group.bits)
         likely = following[0] + sum(cells * group.nbytes for group in dedup.groups)
-        return cls(numbers, tuple(following), tuple(entries), chunks, following[0], likely, at)
+        return cls(
+            numbers, tuple(following), tuple(entries), chunks, following[0], likely, at
+        )
 
 
 def _pages(nbytes: int) -> int:
@@ -67,43 +80,70 @@ def _pages(nbytes: int) -> int:
 
 
 class Entries:
-    """The entries of rows ``[T, *lanes]``, in the same ``block`` of memory, all of which is 0 at first.
+    """The entries of rows ``[T, *lanes]``, in the same ``block`` of memory, all of
+    which is 0 at first.
 
     ``make_room`` reserves disk space if the block is a file.
     """
 
-    def __init__(self, dedup: DedupLayout, block: torch.Tensor, shape: torch.Size, make_room: MakeRoom | None) -> None:
-        self._dedup, self.groups, self.lanes, self._make_room = dedup, dedup.groups, prod(shape[1:]), make_room
+    def __init__(
+        self,
+        dedup: DedupLayout,
+        block: torch.Tensor,
+        shape: torch.Size,
+        make_room: MakeRoom | None,
+    ) -> None:
+        self._dedup, self.groups, self.lanes, self._make_room = (
+            dedup,
+            dedup.groups,
+            prod(shape[1:]),
+            make_room,
+        )
         self._sections = sections = Sections.of(dedup, shape)
         self.rows = block[: prod(shape) * dedup.stored.row_bytes].view(prod(shape), -1)
-        self._following = [block[at:][: 4 * n] for at, n in zip(sections.following, sections.chunks, strict=True)]
+        self._following = [
+            block[at:][: 4 * n]
+            for at, n in zip(sections.following, sections.chunks, strict=True)
+        ]
         #: Per group ``[M, bytes]`` uint8: name ``i`` is entry ``i - 1``.
         self.memory = [
             block[at:][: n * group.nbytes << group.bits].view(-1, group.nbytes)
-            for at, n, group in zip(sections.entries, sections.chunks, self.groups, strict=True)
+            for at, n, group in zip(
+                sections.entries, sections.chunks, self.groups, strict=True
+            )
         ]
-        self._numbers = block[sections.numbers :][: 8 + 16 * len(self.groups)].view(torch.int64)
-        #: Whether the rings must be linked before the next write; then spare chunk plus 1 and used chunks per group.
+        self._numbers = block[sections.numbers :][: 8 + 16 * len(self.groups)].view(
+            torch.int64
+        )
+        #: Whether the rings must be linked before the next write; then spare chunk plus
+        # 1 and used chunks per group.
         self.numbers = self._numbers.numpy()
         self._stored = np.zeros(len(Stored._fields), np.int64)
 
     @property
     def used(self) -> list[int]:
         """For each group, the number of entries in all chunks that have been used."""
-        return [int(n) << group.bits for n, group in zip(self.numbers[2::2], self.groups, strict=True)]
+        return [
+            int(n) << group.bits
+            for n, group in zip(self.numbers[2::2], self.groups, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
-        return sum(n * group.nbytes for n, group in zip(self.used, self.groups, strict=True))
+        return sum(
+            n * group.nbytes for n, group in zip(self.used, self.groups, strict=True)
+        )
 
     def names(self, g: int) -> torch.Tensor:
-        """Return a view of the int32 entry names that the rows store for group number ``g``, ``[N, names]``."""
+        """Return a view of the int32 entry names that the rows store for group number
+        ``g``, ``[N, names]``."""
         group = self.groups[g]
         return self.rows.narrow(1, group.names_at, 4 * group.names).view(torch.int32)
 
     @property
     def address(self) -> int:
-        """The address of a :class:`Stored`: always the same, but what it says is made anew if the rows have moved."""
+        """The address of a :class:`Stored`: always the same, but what it says is made
+        anew if the rows have moved."""
         if self._stored[0] != self.rows.data_ptr():
             self._describe()
         return int(self._stored.ctypes.data)
@@ -121,7 +161,10 @@ class Entries:
         ]
         kept = groups, self._dedup.parts, self._dedup.runs
         self._arrays = [np.array(each, np.int64) for each in kept]
-        (groups_at, parts_at, runs_at), sizes = (each.ctypes.data for each in self._arrays), [*map(len, self._arrays)]
+        (groups_at, parts_at, runs_at), sizes = (
+            (each.ctypes.data for each in self._arrays),
+            [*map(len, self._arrays)],
+        )
         self._stored[:] = Stored(
             rows=self.rows.data_ptr(),
             row_bytes=self.rows.shape[1],
@@ -140,20 +183,29 @@ class Entries:
         for g, memory in enumerate(self.memory):
             ask_for_entries(self.names(g), memory, cells)
 
-    def read(self, cells: torch.Tensor, live: int, leaves: Sequence[torch.Tensor | None]) -> bool:
-        """Copy the rows in ``cells`` to the tensors ``leaves``; return False if a row is not in ``[0, live)``.
+    def read(
+        self, cells: torch.Tensor, live: int, leaves: Sequence[torch.Tensor | None]
+    ) -> bool:
+        """Copy the rows in ``cells`` to the tensors ``leaves``; return False if a row
+        is not in ``[0, live)``.
 
-        ``leaves`` has one contiguous tensor, or None, per key; after False, their contents are undefined.
+        ``leaves`` has one contiguous tensor, or None, per key; after False, their
+        contents are undefined.
         """
         from rlbuf_td.kernels.rows import entries_cpu
 
-        targets = np.array([0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64)
-        return entries_cpu.read(self.address, targets, address_of(cells), 0, cells.numel(), live, True)
+        targets = np.array(
+            [0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64
+        )
+        return entries_cpu.read(
+            self.address, targets, address_of(cells), 0, cells.numel(), live, True
+        )
 
     # -- writing
 
     def begin(self, head: np.ndarray) -> None:
-        """Prepare a write; if the last one did not end, find the entries of the rows that are live."""
+        """Prepare a write; if the last one did not end, find the entries of the rows
+        that are live."""
         if self.numbers[_DIRTY]:
             self.link(head)
         self.numbers[_DIRTY] = 1
@@ -161,36 +213,53 @@ class Entries:
     def end(self) -> None:
         self.numbers[_DIRTY] = 0
 
-    def write(self, leaves: Sequence[torch.Tensor], head: np.ndarray, cells: torch.Tensor) -> None:
-        """Write the observations of rows to entries, and the names of these entries to the rows.
+    def write(
+        self, leaves: Sequence[torch.Tensor], head: np.ndarray, cells: torch.Tensor
+    ) -> None:
+        """Write the observations of rows to entries, and the names of these entries to
+        the rows.
 
         Args:
             leaves: the leaves of whole rows, ``[B, ...]``.
             head: which rows are live before the write.
-            cells: the flat indices of the rows, ``[B]`` int64, those of a lane in time order, at most ``T`` of each.
+            cells: the flat indices of the rows, ``[B]`` int64, those of a lane in time
+                order, at most ``T`` of each.
         """
         from rlbuf_td.kernels.rows import entries_cpu
 
         given = [*map(on_host, leaves)]  # kept alive for the loop
         places, cells = np.array(addresses_of(given)), cells.contiguous()
         self.begin(head)
-        entries_cpu.write(self.address, places.ctypes.data, head.ctypes.data, address_of(cells), len(cells))
+        entries_cpu.write(
+            self.address,
+            places.ctypes.data,
+            head.ctypes.data,
+            address_of(cells),
+            len(cells),
+        )
         self.end()
 
     def link(self, head: np.ndarray) -> None:
-        """Build the rings of all lanes from the rows that are live; all other chunks become spare."""
+        """Build the rings of all lanes from the rows that are live; all other chunks
+        become spare."""
         from rlbuf_td.kernels.rows import entries_cpu
 
         entries_cpu.link(self.address, head.ctypes.data)
         self.numbers[_DIRTY] = 0
 
     def reserve(self, rows: int) -> None:
-        """Make room for all entries that ``rows`` new rows may need; raise an OSError if the disk is full."""
-        if self._make_room is None:  # memory needs no reservation: its pages are committed at their first write
+        """Make room for all entries that ``rows`` new rows may need; raise an OSError
+        if the disk is full."""
+        # memory needs no reservation: its pages are committed at their first write
+        if self._make_room is None:
             return
-        for g, (group, used) in enumerate(zip(self.groups, self.numbers[2::2].tolist(), strict=True)):
+        for g, (group, used) in enumerate(
+            zip(self.groups, self.numbers[2::2].tolist(), strict=True)
+        ):
             needed = used + (rows * group.names >> group.bits) + 3 * self.lanes
-            self._reserve_chunks(self._make_room, g, min(self._sections.chunks[g], needed))
+            self._reserve_chunks(
+                self._make_room, g, min(self._sections.chunks[g], needed)
+            )
 
     def _reserve_chunks(self, make_room: MakeRoom, g: int, count: int) -> None:
         group = self.groups[g]
@@ -200,20 +269,36 @@ class Entries:
     # -- state
 
     def check(self, head: np.ndarray) -> None:
-        """Raise an AssertionError unless the invariants of :mod:`rlbuf_td.kernels.rows.entries` hold."""
+        """Raise an AssertionError unless the invariants of
+        :mod:`rlbuf_td.kernels.rows.entries` hold."""
         for g, group in enumerate([] if self.numbers[_DIRTY] else self.groups):
             names = self.names(g).unflatten(0, (-1, self.lanes))
             following = self._following[g].view(torch.int32).tolist()
             rings = [_walk(following, int(self.numbers[1 + 2 * g]) - 1)]
             for lane in range(self.lanes):
                 rows = names[np.arange(*head[:, lane]) % len(names), lane].tolist()
-                order = {name: n for n, name in enumerate(dict.fromkeys(name for row in rows for name in row))}
+                order = {
+                    name: n
+                    for n, name in enumerate(
+                        dict.fromkeys(name for row in rows for name in row)
+                    )
+                }
                 chunks = [*dict.fromkeys((name - 1) >> group.bits for name in order)]
                 rings.append(_walk(following, chunks[0] if chunks else -1))
                 oldest = [order[row[0]] for row in rows]
-                is_ordered = all(order[name] >= at for row, at in zip(rows, oldest, strict=True) for name in row)
-                if rings[-1][: len(chunks)] != chunks or not is_ordered or oldest != sorted(oldest):
-                    raise AssertionError(f"the entries of lane {lane} are not in the order of its rows: {rows}")
+                is_ordered = all(
+                    order[name] >= at
+                    for row, at in zip(rows, oldest, strict=True)
+                    for name in row
+                )
+                if (
+                    rings[-1][: len(chunks)] != chunks
+                    or not is_ordered
+                    or oldest != sorted(oldest)
+                ):
+                    raise AssertionError(
+                        f"the entries of lane {lane} are not in the order of its rows: {rows}"
+                    )
             if sorted(chain.from_iterable(rings)) != [*range(self.numbers[2 + 2 * g])]:
                 raise AssertionError(f"a chunk is not in one ring or spare: {rings}")
 
@@ -223,8 +308,12 @@ class Entries:
         self.numbers[_DIRTY] = 1
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Return memory for the first ``used`` entries per group, which the caller fills."""
-        chunks = [-(-count >> group.bits) for count, group in zip(used, self.groups, strict=True)]
+        """Return memory for the first ``used`` entries per group, which the caller
+        fills."""
+        chunks = [
+            -(-count >> group.bits)
+            for count, group in zip(used, self.groups, strict=True)
+        ]
         for g, count in enumerate(chunks):
             if self._make_room is not None:
                 self._reserve_chunks(self._make_room, g, count)
@@ -233,42 +322,78 @@ class Entries:
         return [memory[:count] for memory, count in zip(self.memory, used, strict=True)]
 
 
-def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], ring: State) -> None:
-    """Raise a SchemaError unless saved rows, ``[steps, *lanes, row_bytes]``, and ``entries`` belong together.
+def refuse_foreign(
+    dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], ring: State
+) -> None:
+    """Raise a SchemaError unless saved rows, ``[steps, *lanes, row_bytes]``, and
+    ``entries`` belong together.
 
-    Each name in a live row of the saved ``ring`` must have an entry; the entries of a lane must be in the order of its
-    rows, in chunks of this lane alone, so that later writes do not change them.
+    Each name in a live row of the saved ``ring`` must have an entry; the entries of a
+    lane must be in the order of its rows, in chunks of this lane alone, so that later
+    writes do not change them.
     """
     steps, lanes = len(matrix), prod(matrix.shape[1:-1])
-    rows = matrix.cpu().contiguous().view(torch.uint8).reshape(steps, lanes, matrix.shape[-1] * matrix.itemsize)
+    rows = (
+        matrix.cpu()
+        .contiguous()
+        .view(torch.uint8)
+        .reshape(steps, lanes, matrix.shape[-1] * matrix.itemsize)
+    )
     fits, serials = len(entries) == len(dedup.groups), ring["head"][:2].T.tolist()
-    capacities = Sections.of(dedup, torch.Size([ring["steps"], *matrix.shape[1:-1]])).chunks
+    capacities = Sections.of(
+        dedup, torch.Size([ring["steps"], *matrix.shape[1:-1]])
+    ).chunks
     for group, found, chunks in zip(dedup.groups, entries, capacities, strict=False):
-        fits = fits and len(found.shape) == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
+        fits = (
+            fits
+            and len(found.shape) == 2
+            and found.dtype is torch.uint8
+            and found.shape[1] == group.nbytes
+        )
         if not fits or found.shape[0] > chunks << group.bits:
             fits = False
             break
-        names = rows.narrow(2, group.names_at, 4 * group.names).contiguous().view(torch.int32).numpy()
+        names = (
+            rows.narrow(2, group.names_at, 4 * group.names)
+            .contiguous()
+            .view(torch.int32)
+            .numpy()
+        )
         owners = np.full(chunks, -1)
         for lane, live in enumerate(serials):
-            owned = _chunks_in_order(names[np.arange(*live) % ring["steps"], lane], found.shape[0], group.bits)
+            owned = _chunks_in_order(
+                names[np.arange(*live) % ring["steps"], lane],
+                found.shape[0],
+                group.bits,
+            )
             fits = fits and owned is not None and bool((owners[owned] < 0).all())
             owners[owned] = lane
     if not fits:
-        raise SchemaError("the saved rows and the observations that they share do not belong together")
+        raise SchemaError(
+            "the saved rows and the observations that they share do not belong together"
+        )
 
 
 def _chunks_in_order(names: np.ndarray, used: int, bits: int) -> np.ndarray | None:
-    """Return the chunks of the entries ``names``, ``[n, names]``, of the rows of a lane by age; None: out of order."""
+    """Return the chunks of the entries ``names``, ``[n, names]``, of the rows of a lane
+    by age; None: out of order."""
     if not names.size:
         return np.empty(0, np.int32)
     if names.min() < 1 or names.max() > used:
         return None
-    chunks, first, of = np.unique((names - 1) >> bits, return_index=True, return_inverse=True)
-    at = (first.argsort().argsort()[of].reshape(names.shape) << bits) + ((names - 1) & ((1 << bits) - 1))
+    chunks, first, of = np.unique(
+        (names - 1) >> bits, return_index=True, return_inverse=True
+    )
+    at = (first.argsort().argsort()[of].reshape(names.shape) << bits) + (
+        (names - 1) & ((1 << bits) - 1)
+    )
     oldest, newest = at[:, 0], at[:, -1]
     is_sorted = bool((np.diff(oldest) >= 0).all() and (np.diff(newest) >= 0).all())
-    return chunks if is_sorted and (at.min(1) == oldest).all() and (at.max(1) == newest).all() else None
+    return (
+        chunks
+        if is_sorted and (at.min(1) == oldest).all() and (at.max(1) == newest).all()
+        else None
+    )
 
 
 def _walk(following: list[int], first: int) -> list[int]:

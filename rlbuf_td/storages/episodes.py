@@ -1,9 +1,12 @@
-"""The episodes of a storage's rows: their numbers, and the flags and ids that tell where episodes end.
+"""The episodes of a storage's rows: their numbers, and the flags and ids that tell
+where episodes end.
 
-See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Loops note a write of new rows after their bytes are
-stored and before they are published (:meth:`Episodes.note`); with torch, the next look-up notes all rows, and whoever
-removes rows or changes what follows them looks up before. Anything else that changes rows, and a write that did not
-end, makes the numbers :data:`STALE`: the next look-up builds them again from the rows.
+See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Loops note a write of
+new rows after their bytes are stored and before they are published
+(:meth:`Episodes.note`); with torch, the next look-up notes all rows, and whoever
+removes rows or changes what follows them looks up before. Anything else that changes
+rows, and a write that did not end, makes the numbers :data:`STALE`: the next look-up
+builds them again from the rows.
 """
 
 from __future__ import annotations
@@ -17,7 +20,18 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
-from rlbuf_td.kernels.episodes import BACK, BACK_OF_NEXT, EPISODES, MOST, STEPS, Lanes, Spans, note_, spans, whole
+from rlbuf_td.kernels.episodes import (
+    BACK,
+    BACK_OF_NEXT,
+    EPISODES,
+    MOST,
+    STEPS,
+    Lanes,
+    Spans,
+    note_,
+    spans,
+    whole,
+)
 from rlbuf_td.kernels.host_memory import outside_inference_mode, to_device
 from rlbuf_td.kernels.serials import EPISODES_DUE
 from rlbuf_td.storages.checks import State
@@ -35,7 +49,8 @@ if TYPE_CHECKING:
 Key = tuple[str, ...]
 DONE_KEY: Key = ("next", "done")
 TRAJ_KEY: Key = ("collector", "traj_ids")
-#: What a look-up must do before: nothing; note new rows; build the numbers again; build them without those before.
+#: What a look-up must do before: nothing; note new rows; build the numbers again; build
+# them without those before.
 CURRENT, BEHIND, STALE, NEW = range(4)
 _MOST_ROWS = 1 << 16  # rows that suffice to judge how trajectories are stored
 _FEW_ROWS = 1_024  # among fewer rows, trajectories need not go on after a break
@@ -52,7 +67,9 @@ class EpisodeKeys(NamedTuple):
     def of(cls, done_key: NestedKey, traj_key: NestedKey | None) -> EpisodeKeys:
         return cls(as_tuple(done_key), None if traj_key is None else as_tuple(traj_key))
 
-    def find(self, layout: RowLayout, deduplicated: Mapping[Key, Leaf], ndim: int) -> tuple[list[Key], Key | None]:
+    def find(
+        self, layout: RowLayout, deduplicated: Mapping[Key, Leaf], ndim: int
+    ) -> tuple[list[Key], Key | None]:
         """Return the keys of the stored flags, and of the stored ids.
 
         Raises:
@@ -63,19 +80,33 @@ class EpisodeKeys(NamedTuple):
         refuse_inner(layout.root.batch_size, 0, ndim)
         for key in (self.done_key, self.traj_key):
             if key in deduplicated:
-                raise KeyError(f"rows share {key}, which the trajectory index needs: leave it out of share_next")
+                raise KeyError(
+                    f"rows share {key}, which the trajectory index needs: leave it out of share_next"
+                )
         leaf_of = {leaf.key: leaf for leaf in layout.leaves}
         name = None if self.traj_key is None else leaf_of.get(self.traj_key)
-        if name is not None and (name.shape.numel() != 1 or name.dtype in _NO_NAMES or name.dtype.is_floating_point):
+        if name is not None and (
+            name.shape.numel() != 1
+            or name.dtype in _NO_NAMES
+            or name.dtype.is_floating_point
+        ):
             got = kind(name.dtype, name.shape)
-            raise TypeError(f"trajectory ids {self.traj_key} must be one integer per row, got {got} per row")
+            raise TypeError(
+                f"trajectory ids {self.traj_key} must be one integer per row, got {got} per row"
+            )
         beside = self.done_key[:-1]
-        parts: list[Key] = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if key in leaf_of]
+        parts: list[Key] = [
+            key
+            for key in ((*beside, "terminated"), (*beside, "truncated"))
+            if key in leaf_of
+        ]
         flags = [self.done_key] if self.done_key in leaf_of else parts
         for key in flags:
             if leaf_of[key].dtype is not torch.bool:
                 got = kind(leaf_of[key].dtype, leaf_of[key].shape)
-                raise TypeError(f"done flags {self.done_key} must be bool, got {got} per row")
+                raise TypeError(
+                    f"done flags {self.done_key} must be bool, got {got} per row"
+                )
         if not flags and name is None:
             raise KeyError(
                 f"no row marks the end of a trajectory: store {self.done_key} (or 'terminated' and 'truncated' there), "
@@ -85,7 +116,8 @@ class EpisodeKeys(NamedTuple):
 
 
 def refuse_inner(shape: torch.Size, row_dims: int, ndim: int) -> None:
-    """Raise a SchemaError if rows hold several steps each: ``shape`` has more than ``row_dims`` batch dims."""
+    """Raise a SchemaError if rows hold several steps each: ``shape`` has more than
+    ``row_dims`` batch dims."""
     if len(shape) > row_dims:
         raise SchemaError(
             f"trajectories are found row by row, but with ndim={ndim} each row of the batch size {[*shape]} holds "
@@ -94,11 +126,14 @@ def refuse_inner(shape: torch.Size, row_dims: int, ndim: int) -> None:
 
 
 class StoredSegments(NamedTuple):
-    """Counts of *segments*, the rows of one trajectory that are stored one after another."""
+    """Counts of *segments*, the rows of one trajectory that are stored one after
+    another."""
 
     rows: int
     number: int  # of segments
-    broken: int  # segments that end because a row with another trajectory id follows, and not with an end flag
+    # segments that end because a row with another trajectory id follows, and not with
+    # an end flag
+    broken: int
     ids: int  # of different trajectories; ``number`` if no ids are stored
     has_flags: bool  # whether end flags are stored
 
@@ -108,10 +143,16 @@ class StoredSegments(NamedTuple):
         return self.rows / max(1, self.number)
 
     def are_interleaved(self, needed: int) -> bool:
-        """Whether most segments are pieces of trajectories, with fewer than ``needed`` rows on average."""
-        go_on = 2 * (self.number - self.ids) >= self.broken  # other pieces of most trajectories are stored, too
+        """Whether most segments are pieces of trajectories, with fewer than ``needed``
+        rows on average."""
+        # other pieces of most trajectories are stored, too
+        go_on = 2 * (self.number - self.ids) >= self.broken
         may_go_on = self.has_flags and self.rows < _FEW_ROWS
-        return 2 * self.broken > self.number and self.mean < needed and (go_on or may_go_on)
+        return (
+            2 * self.broken > self.number
+            and self.mean < needed
+            and (go_on or may_go_on)
+        )
 
 
 class Episodes:
@@ -124,18 +165,27 @@ class Episodes:
         numbers: memory for the numbers, ``[E, T, 2]`` int32; default: new memory.
     """
 
-    def __init__(self, rows: Rows, ring: Ring, keys: EpisodeKeys, numbers: Tensor | None = None) -> None:
+    def __init__(
+        self, rows: Rows, ring: Ring, keys: EpisodeKeys, numbers: Tensor | None = None
+    ) -> None:
         self.rows, self.ring, self.keys = rows, ring, keys
         deduplicated = {} if rows.dedup is None else rows.dedup.deduplicated
-        self.flags, self.id_key = keys.find(rows.layout, deduplicated, 1 + len(rows.lanes))
+        self.flags, self.id_key = keys.find(
+            rows.layout, deduplicated, 1 + len(rows.lanes)
+        )
         device, lanes = rows.matrix.device, prod(rows.lanes)
         with outside_inference_mode():
             if numbers is None:
-                numbers = torch.empty(lanes, rows.steps, 2, dtype=torch.int32, device=device)  # no page is touched yet
+                # no page is touched yet
+                numbers = torch.empty(
+                    lanes, rows.steps, 2, dtype=torch.int32, device=device
+                )
             #: What the next rows continue; on the host, it lies with the ring.
             self.following = to_device(ring.following, device)
         self.numbers = numbers
-        self.record: np.ndarray | None = self._describe() if uses_numba(device) else None
+        self.record: np.ndarray | None = (
+            self._describe() if uses_numba(device) else None
+        )
         #: The address of the record that loops read; 0 where torch takes their place.
         self.address: int = 0 if self.record is None else self.record.ctypes.data
         if self.record is None and ring.noted[0] < 0:  # loops have noted all rows
@@ -145,17 +195,33 @@ class Episodes:
         """Return the record that loops read."""
         rows, places = self.rows, self.rows.layout.places
         self._extents = rows.extents[[places[key] for key in self.flags], :2].copy()
-        name, size = (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
-        memory = {"numbers": self.numbers.data_ptr(), "following": self.following.data_ptr()}
+        name, size = (
+            (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
+        )
+        memory = {
+            "numbers": self.numbers.data_ptr(),
+            "following": self.following.data_ptr(),
+        }
         memory |= {"following_after": self.ring.following_after.ctypes.data}
         memory |= {"flags": self._extents.ctypes.data}
-        memory |= {"tail": self.ring.tail.ctypes.data, "written": self.ring.written.ctypes.data}
+        memory |= {
+            "tail": self.ring.tail.ctypes.data,
+            "written": self.ring.written.ctypes.data,
+        }
         row_bytes = rows.flat.stride(0) * rows.flat.element_size()
         shape = {"steps": rows.steps, "lanes": self.lanes, "row_bytes": row_bytes}
-        return record_of(EPISODES, **memory, **shape, flag_count=len(self.flags), id_offset=name, id_size=size)
+        return record_of(
+            EPISODES,
+            **memory,
+            **shape,
+            flag_count=len(self.flags),
+            id_offset=name,
+            id_size=size,
+        )
 
     def locate_rows(self) -> int:
-        """Store where the rows lie now, which loops that write numbers read; return :attr:`address`."""
+        """Store where the rows lie now, which loops that write numbers read; return
+        :attr:`address`."""
         if self.record is not None:
             self.record["rows"] = self.rows.flat.data_ptr()
         return self.address
@@ -176,29 +242,47 @@ class Episodes:
 
     def _numbers(self) -> Lanes:
         ring = self.ring
-        tail, written, noted = (to_device(each, self.numbers.device) for each in (ring.tail, ring.written, ring.noted))
-        return Lanes(self.numbers, self.following, tail, written, noted, int(ring.count.max()))
+        tail, written, noted = (
+            to_device(each, self.numbers.device)
+            for each in (ring.tail, ring.written, ring.noted)
+        )
+        return Lanes(
+            self.numbers, self.following, tail, written, noted, int(ring.count.max())
+        )
 
     # -- writes
 
-    def note(self, lanes: np.ndarray, first: np.ndarray, counts: np.ndarray, skips: np.ndarray) -> None:
+    def note(
+        self,
+        lanes: np.ndarray,
+        first: np.ndarray,
+        counts: np.ndarray,
+        skips: np.ndarray,
+    ) -> None:
         """Note new rows, whose bytes are stored; :meth:`Ring.publish` must follow.
 
         Args:
             lanes: ``[n]`` int64, each lane once.
             first: ``[n]`` int64, the serial of the first new row of each lane.
             counts: ``[n]`` int64, the number of its new rows, at most T.
-            skips: ``[n]`` bool, whether the rows just before ``first`` have never been stored.
+            skips: ``[n]`` bool, whether the rows just before ``first`` have never been
+                stored.
         """
         if self.record is None:
             return self.mark(BEHIND)
         rows = np.stack((lanes, first, counts, skips))
-        loop("episodes.cpu", "note_rows")(self.locate_rows(), len(lanes), rows.ctypes.data)
+        loop("episodes.cpu", "note_rows")(
+            self.locate_rows(), len(lanes), rows.ctypes.data
+        )
 
     def prepare(self, lanes: np.ndarray, counts: np.ndarray) -> None:
-        """Note all rows if ``counts`` new ones of these lanes will replace rows that have not been noted."""
+        """Note all rows if ``counts`` new ones of these lanes will replace rows that
+        have not been noted."""
         ring = self.ring
-        if self.record is None and (ring.noted[lanes] < ring.written[lanes] + counts - ring.steps).any():
+        if (
+            self.record is None
+            and (ring.noted[lanes] < ring.written[lanes] + counts - ring.steps).any()
+        ):
             self.catch_up()
 
     def end(self, lane: int | slice = slice(None)) -> None:
@@ -210,13 +294,18 @@ class Episodes:
         self.following[BACK_OF_NEXT, lane] = -1
 
     def catch_up(self) -> None:
-        """Note all rows, before some are removed, or before what follows them is changed."""
+        """Note all rows, before some are removed, or before what follows them is
+        changed."""
         ring = self.ring
-        if ring.numbers[EPISODES_DUE] != NEW and ((ring.noted >= 0) & (ring.noted < ring.written)).any():
+        if (
+            ring.numbers[EPISODES_DUE] != NEW
+            and ((ring.noted >= 0) & (ring.noted < ring.written)).any()
+        ):
             self.refresh()
 
     def mark(self, state: int) -> None:
-        """Let the next look-up do what :data:`BEHIND`, :data:`STALE` or :data:`NEW` says."""
+        """Let the next look-up do what :data:`BEHIND`, :data:`STALE` or :data:`NEW`
+        says."""
         self.ring.numbers[EPISODES_DUE] = max(self.ring.numbers[EPISODES_DUE], state)
 
     def lose_predecessors(self) -> None:
@@ -228,11 +317,18 @@ class Episodes:
         """Return what cannot be found in the rows of the first ``steps`` slots."""
         self.refresh()
         done_key, traj_key = self.keys
-        names = {"done_key": [*done_key], "traj_key": None if traj_key is None else [*traj_key]}
-        return names | {"back": self.numbers[:, :steps, BACK].clone(), "following": self.following.clone()}
+        names = {
+            "done_key": [*done_key],
+            "traj_key": None if traj_key is None else [*traj_key],
+        }
+        return names | {
+            "back": self.numbers[:, :steps, BACK].clone(),
+            "following": self.following.clone(),
+        }
 
     def load(self, saved: State | None) -> None:
-        """Restore a result of :meth:`saved` after the rows; None: find the episodes in the rows.
+        """Restore a result of :meth:`saved` after the rows; None: find the episodes in
+        the rows.
 
         No saved number reaches memory that is not the rows'.
         """
@@ -246,21 +342,30 @@ class Episodes:
         self.ring.numbers[EPISODES_DUE] = STALE
 
     def _set_noted(self) -> None:
-        """Set up to where rows have been noted: all of them, or -1 where loops note each write."""
+        """Set up to where rows have been noted: all of them, or -1 where loops note
+        each write."""
         self.ring.noted[:] = self.ring.written if self.record is None else -1
 
     def _build(self, *, is_new: bool) -> None:
         """Compute the numbers from flags, ids and breaks: O(T * E).
 
-        ``is_new``: the rows have no numbers yet. Episodes of the oldest rows are not whole if rows before are gone.
+        ``is_new``: the rows have no numbers yet. Episodes of the oldest rows are not
+        whole if rows before are gone.
         """
         if is_new:
             self.numbers.zero_()
             ring, device = self.ring, self.numbers.device
             oldest = to_device(ring.tail % self.rows.steps, device)
-            before = to_device(np.where(ring.tail > 0, MOST, 0).astype(np.int32), device)  # MOST: rows are gone
-            self.numbers[torch.arange(len(oldest), device=device), oldest, BACK] = before
-            self.following[BACK_OF_NEXT] = to_device(np.where(ring.written > ring.tail, 0, -1), device)
+            # MOST: rows are gone
+            before = to_device(
+                np.where(ring.tail > 0, MOST, 0).astype(np.int32), device
+            )
+            self.numbers[torch.arange(len(oldest), device=device), oldest, BACK] = (
+                before
+            )
+            self.following[BACK_OF_NEXT] = to_device(
+                np.where(ring.written > ring.tail, 0, -1), device
+            )
             self._set_noted()
         if self.record is not None and self.ring.noted[0] < 0:
             loop("episodes.cpu", "build")(self.locate_rows())
@@ -272,16 +377,28 @@ class Episodes:
     def _ended(self) -> Tensor:
         """Return whether each row ends its episode, ``[T * E]`` bool."""
         columns, dims = self.rows.unpack(self.rows.matrix), 1 + len(self.rows.lanes)
-        found = [columns.get(key).flatten(0, dims - 1).reshape(self.rows.cells, -1) for key in self.flags]
+        found = [
+            columns.get(key).flatten(0, dims - 1).reshape(self.rows.cells, -1)
+            for key in self.flags
+        ]
         if not found:
-            return torch.zeros(self.rows.cells, dtype=torch.bool, device=self.numbers.device)
+            return torch.zeros(
+                self.rows.cells, dtype=torch.bool, device=self.numbers.device
+            )
         return torch.cat(found, 1).any(1)
 
     def _names(self) -> Tensor:
         """Return the id of each row's episode, ``[T * E]`` int64."""
         if self.id_key is None:
-            return torch.zeros(self.rows.cells, dtype=torch.int64, device=self.numbers.device)
-        return self.rows.unpack(self.rows.matrix).get(self.id_key).reshape(self.rows.cells).long()
+            return torch.zeros(
+                self.rows.cells, dtype=torch.int64, device=self.numbers.device
+            )
+        return (
+            self.rows.unpack(self.rows.matrix)
+            .get(self.id_key)
+            .reshape(self.rows.cells)
+            .long()
+        )
 
     # -- look-ups, after `refresh`
 
@@ -294,31 +411,54 @@ class Episodes:
         self.ring.numbers[EPISODES_DUE] = CURRENT
 
     def spans(self, cells: Tensor) -> Spans:
-        """Return how far the episode of each stored row reaches, ``[B]`` each; ``cells`` is contiguous int64."""
+        """Return how far the episode of each stored row reaches, ``[B]`` each;
+        ``cells`` is contiguous int64."""
         if self.record is None:
             return spans(self.numbers, cells, *self.ring.ends_at(cells))
         count, integer, flag = len(cells), torch.int64, torch.bool
-        found = Spans(*(torch.empty(count, dtype=dtype, device="cpu") for dtype in (integer, integer, flag, flag)))
-        loop("episodes.cpu", "reach")(self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found))
+        found = Spans(
+            *(
+                torch.empty(count, dtype=dtype, device="cpu")
+                for dtype in (integer, integer, flag, flag)
+            )
+        )
+        loop("episodes.cpu", "reach")(
+            self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found)
+        )
         return found
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
-        """Return the first cell and the length of each episode whose rows are all stored, by lane and age."""
+        """Return the first cell and the length of each episode whose rows are all
+        stored, by lane and age."""
         if self.record is None:
             return whole(self._numbers(), only_finished)
         most = len(self.ring)
-        first, length = (torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2))
-        found = loop("episodes.cpu", "whole")(self.address, only_finished, first.data_ptr(), length.data_ptr())
+        first, length = (
+            torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2)
+        )
+        found = loop("episodes.cpu", "whole")(
+            self.address, only_finished, first.data_ptr(), length.data_ptr()
+        )
         return first[:found].clone(), length[:found].clone()
 
     def segments(self) -> StoredSegments:
         """Count the segments of trajectories among the last rows: O(N)."""
         ring, rows = self.ring, self.rows
-        cells = ring.cell_of(torch.arange(max(0, len(ring) - _MOST_ROWS), len(ring), device=self.numbers.device))
+        cells = ring.cell_of(
+            torch.arange(
+                max(0, len(ring) - _MOST_ROWS), len(ring), device=self.numbers.device
+            )
+        )
         found, flagged = self.spans(cells), self._ended()[cells]
         is_last = found.ahead == 0
-        count, broken = torch.stack((is_last.sum(), (is_last & found.ended & ~flagged).sum())).tolist()
-        ids = count if self.id_key is None else rows.column_at(self.id_key, cells).unique().numel()
+        count, broken = torch.stack(
+            (is_last.sum(), (is_last & found.ended & ~flagged).sum())
+        ).tolist()
+        ids = (
+            count
+            if self.id_key is None
+            else rows.column_at(self.id_key, cells).unique().numel()
+        )
         return StoredSegments(len(cells), count, broken, ids, bool(self.flags))
 
     def check(self) -> None:
@@ -329,31 +469,67 @@ class Episodes:
             serial = np.arange(ring.tail[lane], ring.written[lane])
             if not len(serial):
                 continue
-            back, left = self.numbers[lane].cpu().numpy()[serial % ring.steps].T.astype(np.int64)
+            back, left = (
+                self.numbers[lane].cpu().numpy()[serial % ring.steps].T.astype(np.int64)
+            )
             steps, begins = back & STEPS, (back & STEPS) == 0
             last = np.where(left > 0, serial + left - 1, ring.written[lane] - 1)
             following = 0 if left[-1] else min(steps[-1] + 1, MOST)
             for holds, what in (
-                (begins[1:] | (np.diff(steps) == 1) | (steps[1:] == MOST), "a row does not follow the one before"),
+                (
+                    begins[1:] | (np.diff(steps) == 1) | (steps[1:] == MOST),
+                    "a row does not follow the one before",
+                ),
                 (begins[back < 0], "a break does not begin an episode"),
-                (np.where(begins[1:], last[:-1] == serial[:-1], last[:-1] == last[1:]), "a row has another last row"),
-                (np.diff((left == 0).astype(np.int8)) >= 0, "an episode goes on that is not the newest"),
-                (int(self.following[BACK_OF_NEXT, lane]) in (-1, following), "the next row continues another episode"),
+                (
+                    np.where(
+                        begins[1:], last[:-1] == serial[:-1], last[:-1] == last[1:]
+                    ),
+                    "a row has another last row",
+                ),
+                (
+                    np.diff((left == 0).astype(np.int8)) >= 0,
+                    "an episode goes on that is not the newest",
+                ),
+                (
+                    int(self.following[BACK_OF_NEXT, lane]) in (-1, following),
+                    "the next row continues another episode",
+                ),
             ):
                 if not np.all(holds):
-                    raise AssertionError(f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}")
+                    raise AssertionError(
+                        f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}"
+                    )
 
 
 def refuse_episodes(saved: State | None, lanes: int, steps: int) -> None:
-    """Raise a ValueError or TypeError if ``saved`` is no result of :meth:`Episodes.saved` for rows of this shape."""
+    """Raise a ValueError or TypeError if ``saved`` is no result of
+    :meth:`Episodes.saved` for rows of this shape."""
     if saved is None:
         return
     keys = [saved["done_key"], saved["traj_key"] or []]
-    if not keys[0] or not all(type(key) is list and all(type(name) is str for name in key) for key in keys):
-        raise TypeError(f"the saved keys of episodes are {keys}, expected lists of strings")
-    wanted = {"back": (torch.int32, torch.Size([lanes, steps])), "following": (torch.int64, torch.Size([2, lanes]))}
+    if not keys[0] or not all(
+        type(key) is list and all(type(name) is str for name in key) for key in keys
+    ):
+        raise TypeError(
+            f"the saved keys of episodes are {keys}, expected lists of strings"
+        )
+    wanted = {
+        "back": (torch.int32, torch.Size([lanes, steps])),
+        "following": (torch.int64, torch.Size([2, lanes])),
+    }
     for name, (dtype, shape) in wanted.items():
         found = saved[name]
-        if not isinstance(found, Tensor) or found.dtype is not dtype or found.shape != shape:
-            got = kind(found.dtype, found.shape) if isinstance(found, Tensor) else repr(found)
-            raise ValueError(f"the saved numbers of episodes, {name!r}, are {got}, expected {kind(dtype, shape)}")
+        if (
+            not isinstance(found, Tensor)
+            or found.dtype is not dtype
+            or found.shape != shape
+        ):
+            got = (
+                kind(found.dtype, found.shape)
+                if isinstance(found, Tensor)
+                else repr(found)
+            )
+            raise ValueError(
+                f"the saved numbers of episodes, {name!r}, are {got}, expected {kind(dtype, shape)}"
+            )

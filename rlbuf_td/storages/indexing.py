@@ -1,8 +1,10 @@
-"""Converts row indices to flat indices, and entries of a batch (such as TD errors) to one value per row.
+"""Converts row indices to flat indices, and entries of a batch (such as TD errors) to
+one value per row.
 
-The flat index of a row is ``t`` for ``ndim=1``, and ``t * E + e`` for ``ndim=2`` (step ``t``, lane ``e`` of ``E``). The
-first dims of a batch, the *row dims*, index rows. If a stored row is itself a batch, such as a trajectory, the row's
-own dims (*inner dims*) follow.
+The flat index of a row is ``t`` for ``ndim=1``, and ``t * E + e`` for ``ndim=2`` (step
+``t``, lane ``e`` of ``E``). The first dims of a batch, the *row dims*, index rows. If a
+stored row is itself a batch, such as a trajectory, the row's own dims (*inner dims*)
+follow.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-Info: TypeAlias = dict[Any, torch.Tensor]  # what a sampler reports, by key; TorchRL's index may be a tuple
+# what a sampler reports, by key; TorchRL's index may be a tuple
+Info: TypeAlias = dict[Any, torch.Tensor]
 Listener = TypeVar("Listener")
 
 
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
-    found = next((each for each in listeners_of(storage) if isinstance(each, kind)), None)
+    found = next(
+        (each for each in listeners_of(storage) if isinstance(each, kind)), None
+    )
     if found is None:
         found = kind(storage)  # pyrefly: ignore [bad-argument-count]
         storage.attach(found)
@@ -36,7 +41,8 @@ def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
 
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:
-    """Return all rows as views, ``[T, *lanes]``, without deduplicated keys; None if the storage holds no TensorDict."""
+    """Return all rows as views, ``[T, *lanes]``, without deduplicated keys; None if the
+    storage holds no TensorDict."""
     rows = columns_or_none(storage)
     return rows if isinstance(rows, TensorDictBase) else None
 
@@ -45,13 +51,18 @@ def device_of(storage: Storage) -> torch.device:
     device = getattr(storage, "device", None)
     if type(device) is torch.device:
         return device
-    return torch.device("cpu") if device is None or device == "auto" else torch.device(device)
+    return (
+        torch.device("cpu")
+        if device is None or device == "auto"
+        else torch.device(device)
+    )
 
 
 def lanes_of(storage: Storage) -> torch.Size:
     if storage.ndim == 1:
         return torch.Size([])
-    lanes = getattr(storage, "lanes", None)  # ten times as fast as a PackedStorage's ``shape``
+    # ten times as fast as a PackedStorage's ``shape``
+    lanes = getattr(storage, "lanes", None)
     return lanes or storage.shape[1:]
 
 
@@ -61,60 +72,85 @@ def row_count(storage: Storage) -> int:
 
 
 def nth_rows(storage: Storage, number: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices of written rows; ``number``, int64, counts written rows from 0 on."""
+    """Return the flat indices of written rows; ``number``, int64, counts written rows
+    from 0 on."""
     return storage.ring.cell_of(number) if hasattr(storage, "ring") else number
 
 
 def written_rows(storage: Storage) -> torch.Tensor:
     """Return the flat indices of all written rows, ``[N]``, by their numbers."""
-    return nth_rows(storage, torch.arange(row_count(storage), device=device_of(storage)))
+    return nth_rows(
+        storage, torch.arange(row_count(storage), device=device_of(storage))
+    )
 
 
 def stand_apart(storage: Storage) -> TypeGuard[PackedStorage]:
-    """Whether the lanes of a storage stand at unlike steps, or a lane has gaps that a killed write has left."""
-    return hasattr(storage, "ring") and (not storage.ring.together or storage.ring.holes > 0)
+    """Whether the lanes of a storage stand at unlike steps, or a lane has gaps that a
+    killed write has left."""
+    return hasattr(storage, "ring") and (
+        not storage.ring.together or storage.ring.holes > 0
+    )
 
 
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
-    """Convert flat indices to TorchRL's index: unchanged for ``ndim=1``, else a tuple of one tensor per dim."""
+    """Convert flat indices to TorchRL's index: unchanged for ``ndim=1``, else a tuple
+    of one tensor per dim."""
     if storage.ndim == 1:
         return flat
     parts = []
     for size in reversed(lanes_of(storage)):
         step = flat // size
-        parts.append(torch.sub(flat, step, alpha=size))  # the remainder, without a second division
+        # the remainder, without a second division
+        parts.append(torch.sub(flat, step, alpha=size))
         flat = step
     return (flat, *reversed(parts))
 
 
 def moved(value: object, device: torch.device) -> torch.Tensor:
-    """Return a value as a tensor on a device; the host does not wait for the device if it is a number."""
+    """Return a value as a tensor on a device; the host does not wait for the device if
+    it is a number."""
     if type(value) is int:
         return torch.full((), value, dtype=torch.int64, device=device)
-    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+    value = (
+        value
+        if isinstance(value, torch.Tensor)
+        else torch.as_tensor(value, device="cpu")
+    )
     return value if value.device == device else value.to(device)
 
 
-def flat_rows(index: object, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Convert an int, flat indices, a tuple of one tensor per dim, or ``[B, ndim]`` to contiguous flat indices.
+def flat_rows(
+    index: object, storage: Storage | None, device: torch.device
+) -> torch.Tensor:
+    """Convert an int, flat indices, a tuple of one tensor per dim, or ``[B, ndim]`` to
+    contiguous flat indices.
 
     An index of -1 marks a row to skip, and stays -1.
     """
     if isinstance(index, torch.Tensor) and backend_of(index) == "numba":
         address_of(index)  # refuses an index without memory
-    if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
+    if (
+        type(index) is torch.Tensor
+        and index.ndim == 1
+        and index.dtype is torch.int64
+        and index.device == device
+    ):
         return index if index.is_contiguous() else index.contiguous()
     if isinstance(index, tuple):
         index = torch.stack([moved(part, device).reshape(-1) for part in index], -1)
     index = moved(index, device)
     if index.dtype is not torch.int64:
         if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
-            raise TypeError(f"row indices must be integers, got an index of dtype {index.dtype}")
+            raise TypeError(
+                f"row indices must be integers, got an index of dtype {index.dtype}"
+            )
         index = index.to(torch.int64)
     if index.ndim < 2:
         return index.reshape(-1).contiguous()
     if storage is None:
-        raise ValueError(f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage")
+        raise ValueError(
+            f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage"
+        )
     if index.ndim > 2 or index.shape[-1] != storage.ndim:
         raise ValueError(
             f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}: "
@@ -123,34 +159,47 @@ def flat_rows(index: object, storage: Storage | None, device: torch.device) -> t
     first, *others = index.unbind(-1)
     flat = first
     for size, part in zip(lanes_of(storage), others, strict=True):
-        if backend_of(part) == "numba" and bool(((first >= 0) & ((part < 0) | (part >= size))).any()):
-            raise IndexError(f"lanes {part.min()} to {part.max()} are out of range: lanes are 0 to {size - 1}")
+        if backend_of(part) == "numba" and bool(
+            ((first >= 0) & ((part < 0) | (part >= size))).any()
+        ):
+            raise IndexError(
+                f"lanes {part.min()} to {part.max()} are out of range: lanes are 0 to {size - 1}"
+            )
         flat = flat * size + part
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
 
 
 def refuse_unwritten(flat: torch.Tensor, storage: PackedStorage) -> None:
-    """Raise an IndexError if a flat index names no written row; indices on a device are not checked."""
+    """Raise an IndexError if a flat index names no written row; indices on a device are
+    not checked."""
     if backend_of(flat) == "numba" and flat.numel():
         address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
         low, high = map(int, flat.aminmax())
         if low < 0 or high >= len(storage):
-            raise IndexError(f"row {low if low < 0 else high} is out of range: {_written(storage)}")
+            raise IndexError(
+                f"row {low if low < 0 else high} is out of range: {_written(storage)}"
+            )
         storage.refuse_holes(flat)
 
 
 def _written(storage: Storage) -> str:
-    return f"rows 0 to {len(storage) - 1} have been written" if len(storage) else "no rows have been written"
+    return (
+        f"rows 0 to {len(storage) - 1} have been written"
+        if len(storage)
+        else "no rows have been written"
+    )
 
 
 def inner_dims(storage: Storage, dims: int) -> int:
-    """Return the number of inner dims of a batch with ``dims`` batch dims, such as 1 for stored trajectories."""
+    """Return the number of inner dims of a batch with ``dims`` batch dims, such as 1
+    for stored trajectories."""
     rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
 
 def merge_(batch: TensorDictBase, info: Info) -> None:
-    """Add the entries of ``info``, which a sampler has returned, to a batch whose first dim indexes rows."""
+    """Add the entries of ``info``, which a sampler has returned, to a batch whose first
+    dim indexes rows."""
     plain = batch.ndim == 1
     for key, value in info.items():
         plain = plain and type(key) is str and type(value) is torch.Tensor
@@ -159,30 +208,46 @@ def merge_(batch: TensorDictBase, info: Info) -> None:
     for key, value in info.items():
         if isinstance(value, tuple):  # coordinates, one tensor per dim
             value = torch.stack(value, -1)
-            value = value.view(len(value), *(1,) * (batch.ndim - 1), value.shape[-1]).expand(*batch.shape, -1)
-        batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
+            value = value.view(
+                len(value), *(1,) * (batch.ndim - 1), value.shape[-1]
+            ).expand(*batch.shape, -1)
+        batch.set(
+            key, expand_as_right(value, batch) if value.ndim < batch.ndim else value
+        )
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Set the entries of ``known`` that a transform has removed, unless it has changed the shape of the batch."""
+    """Set the entries of ``known`` that a transform has removed, unless it has changed
+    the shape of the batch."""
     for key, value in known.items():
-        if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
+        if (
+            key not in batch.keys(include_nested=True)
+            and value.shape[: batch.ndim] == batch.shape
+        ):
             batch.set(key, value)
 
 
 def by_row(
-    td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
+    td_error: torch.Tensor,
+    index: torch.Tensor,
+    dims: int,
+    storage: Storage,
+    reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error and one index entry for each row of a batch with ``dims`` batch dims."""
+    """Return one TD error and one index entry for each row of a batch with ``dims``
+    batch dims."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
-        raise ValueError(f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}")
+        raise ValueError(
+            f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}"
+        )
     return one_a_row(td_error, dims - inner, reduction, inner), index
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return the first value of ``entry`` in each row; the last ``inner`` of its ``dims`` batch dims are inner dims."""
+    """Return the first value of ``entry`` in each row; the last ``inner`` of its
+    ``dims`` batch dims are inner dims."""
     if dims == 1:
         return entry
     if dims == 0:
@@ -192,7 +257,8 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
 
 
 def _refuse_broadcast(shape: torch.Size, dims: int) -> None:
-    """Refuse the shape of ``[B, 1] - [B]``; two TD errors for each of two rows are usual, of two critics."""
+    """Refuse the shape of ``[B, 1] - [B]``; two TD errors for each of two rows are
+    usual, of two critics."""
     size = shape[0]
     if size > 2 and shape == (size,) * (dims + 1):
         batch, wrong = [*shape[:-1]], [*shape]
@@ -203,13 +269,18 @@ def _refuse_broadcast(shape: torch.Size, dims: int) -> None:
         )
 
 
-def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str, inner: int = 0) -> torch.Tensor:
+def one_a_row(
+    td_error: torch.Tensor, row_dims: int, reduction: str, inner: int = 0
+) -> torch.Tensor:
     """Reduce TD errors to one detached value per row, ``[B]``.
 
-    The first ``row_dims`` dims index rows, the next ``inner`` dims are other batch dims.
+    The first ``row_dims`` dims index rows, the next ``inner`` dims are other batch
+    dims.
     """
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
-        raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
+        raise TypeError(
+            f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}"
+        )
     if backend_of(td_error) == "numba":
         address_of(td_error)  # refuses TD errors without memory
     if td_error.ndim > 1 and row_dims:

@@ -1,4 +1,5 @@
-"""Keys of entries, as users write them: strings, tuples of strings, or the lists of a YAML file."""
+"""Keys of entries, as users write them: strings, tuples of strings, or the lists of a
+YAML file."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from tensordict import NestedKey
 
 
 def is_key(key: object) -> bool:
-    """Whether ``key`` is a string or a tuple of strings; a list of strings may be an index or several keys."""
+    """Whether ``key`` is a string or a tuple of strings; a list of strings may be an
+    index or several keys."""
     names = key if isinstance(key, tuple) else (key,)
     return len(names) > 0 and all(isinstance(name, str) for name in names)
 
@@ -16,14 +18,16 @@ def is_key(key: object) -> bool:
 def as_tuple(key: object) -> tuple[str, ...]:
     """Return one key as a tuple of strings.
 
-    Any sequence of strings is a nested key, such as a list, or OmegaConf's ``ListConfig``. Raises a ValueError if
-    ``key`` is no key.
+    Any sequence of strings is a nested key, such as a list, or OmegaConf's
+    ``ListConfig``. Raises a ValueError if ``key`` is no key.
     """
     if isinstance(key, str):
         return (key,)
     names = tuple(_names(key))
     if not names or None in names:
-        raise ValueError(f"a key is a string, or strings such as ('next', 'reward') for a nested entry: got {key!r}")
+        raise ValueError(
+            f"a key is a string, or strings such as ('next', 'reward') for a nested entry: got {key!r}"
+        )
     return names  # pyrefly: ignore [bad-return]
 
 
@@ -39,7 +43,8 @@ def _names(key: object) -> Iterator[str | None]:
 
 
 def nested_key(key: object) -> NestedKey:
-    """Return one key in the form that TensorDict takes, a string or a tuple of strings; see :func:`as_tuple`."""
+    """Return one key in the form that TensorDict takes, a string or a tuple of strings;
+    see :func:`as_tuple`."""
     names = as_tuple(key)
     return names[0] if len(names) == 1 else names
 

@@ -1,7 +1,8 @@
 """The layout of a transition as one row of bytes.
 
-A leaf is one tensor of a transition. Leaves are ordered by item size, largest first, which aligns each leaf. Leaves of
-one dtype are neighbours, so that one ``view`` and one ``split`` per dtype turn a block of rows into a TensorDict.
+A leaf is one tensor of a transition. Leaves are ordered by item size, largest first,
+which aligns each leaf. Leaves of one dtype are neighbours, so that one ``view`` and one
+``split`` per dtype turn a block of rows into a TensorDict.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.host_memory import has_memory
 from rlbuf_td.storages.checks import State
-from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
+from rlbuf_td.storages.schema import (
+    Leaf,
+    SchemaError,
+    refuse,
+    refuse_ragged,
+    refuse_unpackable,
+    walk,
+)
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict, plain_entries
 
 CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
-_LARGE = 1_024  # bytes of a leaf that begins at a cache line: unaligned images take 15 % longer to copy
+# bytes of a leaf that begins at a cache line: unaligned images take 15 % longer to copy
+_LARGE = 1_024
 _NO_VALUE: Any = object()
 
 
@@ -34,7 +43,8 @@ class _Group:
 
     dtype: torch.dtype
     sizes: tuple[int, ...]  # of all pieces of a row, in elements
-    parts: tuple[tuple[int, int, torch.Size | None], ...]  # (piece index, leaf index, leaf shape or None if 1-D)
+    # (piece index, leaf index, leaf shape or None if 1-D)
+    parts: tuple[tuple[int, int, torch.Size | None], ...]
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,9 @@ class RowLayout:
     Args:
         data: an example, whose first ``lead_dims`` dims number the rows.
 
-    Large leaves begin at a cache line. A saved layout names keys, dtypes and shapes alone, and where leaves lie follows
-    from them: another order or padding here needs another version of dumps.
+    Large leaves begin at a cache line. A saved layout names keys, dtypes and shapes
+    alone, and where leaves lie follows from them: another order or padding here needs
+    another version of dumps.
     """
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
@@ -66,103 +77,148 @@ class RowLayout:
         if not found:
             raise SchemaError("cannot store a TensorDict that contains no tensor")
         self.leaves = tuple(sorted(found, key=_place))
-        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # leaf index by key
+        # leaf index by key
+        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}
         self.root = _describe(data, lead_dims, (), self.places)
-        self.offsets: dict[tuple[str, ...], int] = {}  # offset of each leaf in a row, in bytes
+        # offset of each leaf in a row, in bytes
+        self.offsets: dict[tuple[str, ...], int] = {}
         self.data_bytes = 0
         for leaf in self.leaves:
             if leaf.nbytes >= _LARGE:
                 self.data_bytes = _padded(self.data_bytes, CACHE_LINE)
             self.offsets[leaf.key] = self.data_bytes
             self.data_bytes += leaf.nbytes
-        #: ``[leaves, 2]`` int64, for kernels: offset of each leaf in a row, and its size in bytes.
-        self.extents = np.array([(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64)
+        #: ``[leaves, 2]`` int64, for kernels: offset of each leaf in a row, and its
+        # size in bytes.
+        self.extents = np.array(
+            [(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64
+        )
         align = max(8, self.leaves[0].dtype.itemsize)
-        small, lines = (_padded(max(1, self.data_bytes), size) for size in (align, CACHE_LINE))
+        small, lines = (
+            _padded(max(1, self.data_bytes), size) for size in (align, CACHE_LINE)
+        )
         self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small
         self.groups = tuple(self._groups())
         #: The entries at the root of a row, with their dtypes; None for nested entries.
-        self.names = {leaf.key[0]: leaf.dtype if len(leaf.key) == 1 else None for leaf in self.leaves}
-        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # for the last (lead, device)
-        self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # lead dims, leaf shapes
+        self.names = {
+            leaf.key[0]: leaf.dtype if len(leaf.key) == 1 else None
+            for leaf in self.leaves
+        }
+        # for the last (lead, device)
+        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))
+        # lead dims, leaf shapes
+        self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
-        # Dtype of the stored matrix; with float32, the float32 leaves of a gathered batch need no view.
+        # Dtype of the stored matrix; with float32, the float32 leaves of a gathered
+        # batch need no view.
         self.carrier = torch.float32 if float_rows else torch.uint8
 
     def _groups(self) -> Iterator[_Group]:
-        for dtype, members in groupby(enumerate(self.leaves), key=lambda item: item[1].dtype):
+        for dtype, members in groupby(
+            enumerate(self.leaves), key=lambda item: item[1].dtype
+        ):
             sizes: list[int] = []
             parts, end = [], 0
             for slot, leaf in members:
                 if self.offsets[leaf.key] > end:  # other groups, or padding
                     sizes.append((self.offsets[leaf.key] - end) // dtype.itemsize)
-                parts.append((len(sizes), slot, None if len(leaf.shape) == 1 else leaf.shape))
+                parts.append(
+                    (len(sizes), slot, None if len(leaf.shape) == 1 else leaf.shape)
+                )
                 sizes.append(prod(leaf.shape))
                 end = self.offsets[leaf.key] + leaf.nbytes
             after = self.row_bytes // dtype.itemsize - sum(sizes)
             yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
 
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return all leaves, in the order of :attr:`leaves`, as views of ``rows``, ``[*lead, row_bytes]``."""
+        """Return all leaves, in the order of :attr:`leaves`, as views of ``rows``,
+        ``[*lead, row_bytes]``."""
         lead = rows.shape[:-1]
         columns: list[torch.Tensor] = [rows] * len(self.leaves)
         for group in self.groups:
             typed = rows if rows.dtype is group.dtype else rows.view(group.dtype)
-            # After an unsafe split, autograd does not link the leaves, so that each may be changed in place.
+            # After an unsafe split, autograd does not link the leaves, so that each may
+            # be changed in place.
             split = typed.unsafe_split_with_sizes(group.sizes, -1)
             for part, slot, shape in group.parts:
-                columns[slot] = split[part] if shape is None else split[part].view(lead + shape)
+                columns[slot] = (
+                    split[part] if shape is None else split[part].view(lead + shape)
+                )
         return columns
 
     def blank(self, lead: torch.Size, device: torch.device) -> list[torch.Tensor]:
         """Return an uninitialised tensor ``[*lead, ...]`` for each leaf."""
         last = self._blank  # read once: another thread may replace it
         if last[0] != (lead, device):
-            memory = LeafMemory([(leaf.dtype, lead + leaf.shape) for leaf in self.leaves], device)
+            memory = LeafMemory(
+                [(leaf.dtype, lead + leaf.shape) for leaf in self.leaves], device
+            )
             self._blank = last = (lead, device), memory
         with torch.inference_mode(False):  # a batch may outlive inference mode
             return last[1].allocate()
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
-        """Return a TensorDict whose leaves are views of ``rows``, ``[*lead, row_bytes]``."""
+        """Return a TensorDict whose leaves are views of ``rows``,
+        ``[*lead, row_bytes]``."""
         columns: list[torch.Tensor] = [rows] * len(self.leaves)
         for group in self.groups:
-            typed, start = rows if rows.dtype is group.dtype else rows.view(group.dtype), 0
+            typed, start = (
+                rows if rows.dtype is group.dtype else rows.view(group.dtype),
+                0,
+            )
             pieces = iter(group.parts)
             part, slot, shape = next(pieces)
             for number, size in enumerate(group.sizes):
-                if number == part:  # not split: edits of all views then count as edits of ``rows``
+                # not split: edits of all views then count as edits of ``rows``
+                if number == part:
                     column = typed.narrow(-1, start, size)
-                    columns[slot] = column if shape is None else column.view(rows.shape[:-1] + shape)
+                    columns[slot] = (
+                        column
+                        if shape is None
+                        else column.view(rows.shape[:-1] + shape)
+                    )
                     part, slot, shape = next(pieces, (-1, 0, None))
                 start += size
         return _build(self.root, columns, rows.shape[:-1], rows.device, {})
 
     def wrap(
-        self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
+        self,
+        columns: Sequence[torch.Tensor],
+        lead: torch.Size,
+        device: torch.device,
+        more: Mapping[str, torch.Tensor],
     ) -> TensorDict:
-        """Return a TensorDict of the leaves ``columns``, each ``[*lead, ...]``; add the entries ``more`` at the root.
+        """Return a TensorDict of the leaves ``columns``, each ``[*lead, ...]``; add the
+        entries ``more`` at the root.
 
         An entry of ``more`` replaces a leaf with the same key.
         """
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has the wrong number of entries."""
+        """Return the value of each leaf in ``data``, and whether ``data`` has the wrong
+        number of entries."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves)
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an entry ``"index"`` is ignored."""
+        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an
+        entry ``"index"`` is ignored."""
         leaves, unknown = self.find(data)
-        if unknown and "index" in data.keys() and ("index",) not in self.places:  # some writers of TorchRL's add it
+        # some writers of TorchRL's add it
+        if unknown and "index" in data.keys() and ("index",) not in self.places:
             leaves, unknown = self.find(data.exclude("index"))
         expected = self._expected
         if lead != expected[0]:
-            self._expected = expected = lead, [lead + leaf.shape for leaf in self.leaves]
+            self._expected = expected = (
+                lead,
+                [lead + leaf.shape for leaf in self.leaves],
+            )
         try:
-            for slot, (leaf, shape) in enumerate(zip(self.leaves, expected[1], strict=True)):
+            for slot, (leaf, shape) in enumerate(
+                zip(self.leaves, expected[1], strict=True)
+            ):
                 value = leaves[slot]
                 if (
                     not isinstance(value, torch.Tensor)
@@ -200,12 +256,24 @@ def _padded(nbytes: int, unit: int) -> int:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    # Among leaves of one dtype, those under "next" come last, with the reward first: n-step samplers read all of them.
+    # Among leaves of one dtype, those under "next" come last, with the reward first:
+    # n-step samplers read all of them.
     key = leaf.key
-    return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
+    return (
+        -leaf.dtype.itemsize,
+        str(leaf.dtype),
+        key[0] == "next",
+        key[-1] != "reward",
+        key,
+    )
 
 
-def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots: dict[tuple[str, ...], int]) -> _Node:
+def _describe(
+    data: TensorDictBase,
+    lead_dims: int,
+    path: tuple[str, ...],
+    slots: dict[tuple[str, ...], int],
+) -> _Node:
     leaves, nodes = [], []
     for name, value in entries_of(data).items():
         key = (*path, name)
@@ -217,7 +285,11 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
 
 
 def _build(
-    node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, object]
+    node: _Node,
+    columns: Sequence[torch.Tensor],
+    lead: torch.Size,
+    device: torch.device,
+    more: Mapping[str, object],
 ) -> TensorDict:
     entries: dict[str, Any] = {}
     for name, slot in node.leaves:  # a comprehension would cost a call
@@ -225,11 +297,14 @@ def _build(
     for name, child in node.nodes:
         entries[name] = _build(child, columns, lead, device, {})
     entries.update(more)
-    return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
+    return new_tensordict(
+        entries, lead + node.batch_size if node.batch_size else lead, device
+    )
 
 
 def _collect(node: _Node, data: object, leaves: list[torch.Tensor]) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of entries."""
+    """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of
+    entries."""
     if type(data) is TensorDict:
         entries = plain_entries(data)
     elif isinstance(data, TensorDictBase):
@@ -246,7 +321,9 @@ def _collect(node: _Node, data: object, leaves: list[torch.Tensor]) -> bool:
 
 
 def _node_state(node: _Node, leaves: Sequence[Leaf]) -> State:
-    kinds = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in leaves]
+    kinds = [
+        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in leaves
+    ]
     return {
         "batch_size": list(node.batch_size),
         "leaves": {name: kinds[slot] for name, slot in node.leaves},
@@ -255,10 +332,14 @@ def _node_state(node: _Node, leaves: Sequence[Leaf]) -> State:
 
 
 def _example(state: State) -> TensorDict:
-    entries: dict[NestedKey, Any] = {name: _example(child) for name, child in state["nodes"].items()}
+    entries: dict[NestedKey, Any] = {
+        name: _example(child) for name, child in state["nodes"].items()
+    }
     for name, (dtype_name, shape) in state["leaves"].items():
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise SchemaError(f"the saved layout gives {name!r} an unknown dtype {dtype_name!r}")
+            raise SchemaError(
+                f"the saved layout gives {name!r} an unknown dtype {dtype_name!r}"
+            )
         entries[name] = torch.empty(shape, dtype=dtype, device="meta")
     return TensorDict(entries, batch_size=state["batch_size"])

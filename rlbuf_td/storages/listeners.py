@@ -1,7 +1,8 @@
 """The objects that a storage informs of each write, and how they refer to it.
 
-A buffer owns its storage, and a storage owns what is attached to it besides buffers, such as a trajectory index. Those
-below refer to those above weakly: without a reference cycle, ``del rb`` frees rows and files at once.
+A buffer owns its storage, and a storage owns what is attached to it besides buffers,
+such as a trajectory index. Those below refer to those above weakly: without a reference
+cycle, ``del rb`` frees rows and files at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class WeakReference(ref):
-    """A weak reference that is copied and pickled together with the object; calling it returns the object, or None."""
+    """A weak reference that is copied and pickled together with the object; calling it
+    returns the object, or None."""
 
     __slots__ = ()
 
@@ -36,34 +38,40 @@ def _nothing() -> None:
 
 
 class Recovers:
-    """Base of buffers, samplers and writers that keep what follows from the rows of a storage."""
+    """Base of buffers, samplers and writers that keep what follows from the rows of a
+    storage."""
 
     def recover(self, storage: PackedStorage, new: Tensor) -> None:
         """Make it agree with the rows again, after a write that did not end.
 
-        ``new``, ``[n]`` int64, holds the flat indices of rows that have been written, but not yet announced.
+        ``new``, ``[n]`` int64, holds the flat indices of rows that have been written,
+        but not yet announced.
         """
         raise NotImplementedError
 
 
 class Listener:
-    """Base of the objects of this package that are attached to a storage: what the storage calls.
+    """Base of the objects of this package that are attached to a storage: what the
+    storage calls.
 
-    Other objects, such as TorchRL's buffers, are only told of new rows, with ``mark_update``.
+    Other objects, such as TorchRL's buffers, are only told of new rows, with
+    ``mark_update``.
     """
 
     def mark_update(self, index: object) -> None:
         """Take note of new rows at ``index``."""
 
     def _stage_of_writes(self) -> tuple[Any, Any] | bool:
-        """Return the priorities of new rows and the compiled function that sets them, which a write can call.
+        """Return the priorities of new rows and the compiled function that sets them,
+        which a write can call.
 
         If there is none, return whether ``mark_update`` must be called after a write.
         """
         return False
 
     def _refuse_schema(self, layout: RowLayout) -> None:
-        """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit."""
+        """Raise a SchemaError if rows of this layout, which have not been allocated
+        yet, do not fit."""
 
     def _order_lost(self) -> None:
         """Take note that rows have been written out of time order."""
@@ -78,12 +86,15 @@ class Listener:
 class Then(NamedTuple):
     """What a writer does with a write, so that it belongs to the write."""
 
-    plan: Callable[[int], object]  # plans its counts; called with :attr:`Ring.publication` before rows are copied
-    tell: Callable[[], object]  # takes its counts, and tells listeners; called after the rows have been published
+    # plans its counts; called with :attr:`Ring.publication` before rows are copied
+    plan: Callable[[int], object]
+    # takes its counts, and tells listeners; called after the rows have been published
+    tell: Callable[[], object]
 
 
 class Listeners:
-    """The objects that are attached to a storage, in this order; buffers are listed by weak references."""
+    """The objects that are attached to a storage, in this order; buffers are listed by
+    weak references."""
 
     def __init__(self, listeners: Iterable[Any] = ()) -> None:
         self.changes = 0  # the number of objects that were added or removed
@@ -92,7 +103,10 @@ class Listeners:
             self.append(each)
 
     def append(self, listener: object) -> None:
-        self._listed = [*self._existing(), WeakReference(listener) if isinstance(listener, ReplayBuffer) else listener]
+        self._listed = [
+            *self._existing(),
+            WeakReference(listener) if isinstance(listener, ReplayBuffer) else listener,
+        ]
         self.changes += 1
 
     def remove(self, listener: object) -> None:
@@ -132,5 +146,7 @@ class Attached:
         storage = self._owner()
         if storage is None:
             name = type(self).__name__
-            raise ReferenceError(f"the storage of this {name} has been deleted: keep a reference to storage or buffer")
+            raise ReferenceError(
+                f"the storage of this {name} has been deleted: keep a reference to storage or buffer"
+            )
         return storage

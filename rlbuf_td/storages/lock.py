@@ -1,4 +1,5 @@
-"""A lock for threads and processes that is released when the process that holds it dies; the deferral of Ctrl-C."""
+"""A lock for threads and processes that is released when the process that holds it
+dies; the deferral of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,27 +28,39 @@ class Guarded(Protocol):
     """The object that a :class:`ProcessLock` protects; the lock calls these methods."""
 
     def entered(self) -> None: ...  # a process has taken the lock
-    def leaving(self, failed: bool) -> bool: ...  # a process releases the lock; returns whether the work is finished
-    def recover(self) -> None: ...  # a process died with the lock, or left a write unfinished
+    # a process releases the lock; returns whether the work is finished
+    def leaving(self, failed: bool) -> bool: ...
+    # a process died with the lock, or left a write unfinished
+    def recover(self) -> None: ...
 
 
 class ProcessLock:
-    """A reentrant lock for the threads of this process, of forked ones, and of spawned ones that receive the lock.
+    """A reentrant lock for the threads of this process, of forked ones, and of spawned
+    ones that receive the lock.
 
-    If the holder dies, the system releases the lock, and the next holder calls ``guarded.recover``.
+    If the holder dies, the system releases the lock, and the next holder calls
+    ``guarded.recover``.
     """
 
-    def __init__(self, guarded: Guarded, thread_lock: threading.RLock | None = None) -> None:
+    def __init__(
+        self, guarded: Guarded, thread_lock: threading.RLock | None = None
+    ) -> None:
         if fcntl is None:
-            raise RuntimeError("processes cannot share a buffer on a system without POSIX record locks")
-        self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
-        # Id of the holder, living or dead (0: none), and how often the lock has been taken.
+            raise RuntimeError(
+                "processes cannot share a buffer on a system without POSIX record locks"
+            )
+        # never mapped: closing any descriptor of a file releases the process's lock on
+        # it
+        self._file = NamelessFile()
+        # Id of the holder, living or dead (0: none), and how often the lock has been
+        # taken.
         self._inside = SharedNumbers("q", [0, 0]).share_memory_()
         self._guarded = guarded
         self._begin(thread_lock or threading.RLock())
 
     def keep_in(self, file: HeadFile) -> None:
-        """Keep the id of the holder in a file, from which a later process learns that the holder died."""
+        """Keep the id of the holder in a file, from which a later process learns that
+        the holder died."""
         file.keep(self._inside)
 
     def _begin(self, thread_lock: threading.RLock) -> None:
@@ -56,7 +69,8 @@ class ProcessLock:
         self._depth = 0
 
     def __enter__(self) -> ProcessLock:
-        if self._process != os.getpid():  # forked: the thread that held the lock is not in this process
+        # forked: the thread that held the lock is not in this process
+        if self._process != os.getpid():
             self._begin(threading.RLock())
         self.threads.acquire()
         if self._depth:
@@ -74,7 +88,8 @@ class ProcessLock:
                 self._inside[0] = 0
             self._guarded.entered()
             self._inside[1] += 1
-            self._inside[0] = self._process  # last: a process that dies earlier has changed nothing
+            # last: a process that dies earlier has changed nothing
+            self._inside[0] = self._process
         except BaseException:
             self._leave()  # keeps the id in shared memory, if there was one
             raise
@@ -91,7 +106,8 @@ class ProcessLock:
 
     @property
     def turn(self) -> int:
-        """How often a process has taken the lock; in :meth:`Guarded.recover`, until the holder that died took it."""
+        """How often a process has taken the lock; in :meth:`Guarded.recover`, until the
+        holder that died took it."""
         return self._inside[1]
 
     def _leave(self) -> None:
@@ -108,7 +124,8 @@ class ProcessLock:
 
 
 class _DeferSigint(ContextDecorator):
-    """Delays Ctrl-C until the end of a call that changes several parts of a buffer; a write needs no such delay."""
+    """Delays Ctrl-C until the end of a call that changes several parts of a buffer; a
+    write needs no such delay."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -131,7 +148,12 @@ class _DeferSigint(ContextDecorator):
         self._depth -= 1
         if not self._depth and self._handler is not None:
             signal(SIGINT, self._handler)
-            handler, came, self._handler, self._came = self._handler, self._came, None, None
+            handler, came, self._handler, self._came = (
+                self._handler,
+                self._came,
+                None,
+                None,
+            )
             if came is not None:
                 handler(*came)
 

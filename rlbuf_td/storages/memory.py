@@ -1,7 +1,8 @@
-"""Where a block of bytes lies: in RAM or on a device, in memory that processes share, or in a file.
+"""Where a block of bytes lies: in RAM or on a device, in memory that processes share,
+or in a file.
 
-The files in a folder of rows: ``rows.bin`` has the rows. With ``reopen=True``, ``head.bin`` has all that describes
-them, and ``priorities.bin`` their priorities.
+The files in a folder of rows: ``rows.bin`` has the rows. With ``reopen=True``,
+``head.bin`` has all that describes them, and ``priorities.bin`` their priorities.
 """
 
 from __future__ import annotations
@@ -47,15 +48,23 @@ def allocate_bytes(
     shared: Any = None,
     sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 on a device, in a file, or in the nameless file ``shared``.
+    """Return ``[nbytes]`` uint8 on a device, in a file, or in the nameless file
+    ``shared``.
 
-    With ``sparse=(likely, at_once)``, all bytes are zero, only ``likely`` bytes must be free, and a file reserves disk
-    space only for its first ``at_once`` bytes.
+    With ``sparse=(likely, at_once)``, all bytes are zero, only ``likely`` bytes must be
+    free, and a file reserves disk space only for its first ``at_once`` bytes.
     """
     lazily = scratch_dir is None
     likely, at_once = sparse or (nbytes, nbytes)
     is_shared = shared is not None
-    require_room(likely, device, purpose, scratch_dir=scratch_dir, shared=is_shared, lazily=lazily)
+    require_room(
+        likely,
+        device,
+        purpose,
+        scratch_dir=scratch_dir,
+        shared=is_shared,
+        lazily=lazily,
+    )
     if scratch_dir is not None:
         return RowsFile.make(scratch_dir, nbytes, at_once).map(nbytes)
     try:
@@ -75,12 +84,17 @@ def allocate_bytes(
 def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+    kind = (
+        mmap.MAP_PRIVATE
+        | mmap.MAP_ANONYMOUS
+        | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+    )
     return torch.frombuffer(mmap.mmap(-1, nbytes, kind), dtype=torch.uint8)
 
 
 class SharedFile:
-    """An open file, shared with forked processes and with spawned ones that receive this object.
+    """An open file, shared with forked processes and with spawned ones that receive
+    this object.
 
     :meth:`map` skips the first ``start`` bytes, a multiple of the page size.
     """
@@ -89,20 +103,28 @@ class SharedFile:
         self.descriptor, self._start = descriptor, start
 
     def map(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes are zero."""
+        """Return ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes
+        are zero."""
         if os.fstat(self.descriptor).st_size < self._start + nbytes:
             os.ftruncate(self.descriptor, self._start + nbytes)
-        with torch.inference_mode(False):  # memory mapped in inference mode could not be written outside it
-            return torch.frombuffer(mmap.mmap(self.descriptor, nbytes, offset=self._start), dtype=torch.uint8)
+        # memory mapped in inference mode could not be written outside it
+        with torch.inference_mode(False):
+            return torch.frombuffer(
+                mmap.mmap(self.descriptor, nbytes, offset=self._start),
+                dtype=torch.uint8,
+            )
 
     def reserve(self, start: int, nbytes: int) -> None:
-        """Reserve disk space, because a write to a mapped file crashes the process on a full disk."""
+        """Reserve disk space, because a write to a mapped file crashes the process on a
+        full disk."""
         if nbytes > 0 and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self.descriptor, self._start + start, nbytes)
 
     def __getstate__(self) -> dict[str, object]:
         if get_spawning_popen() is None:
-            raise RuntimeError("shared memory is sent to a spawned process, never copied")
+            raise RuntimeError(
+                "shared memory is sent to a spawned process, never copied"
+            )
         return self.__dict__ | {"descriptor": reduction.DupFd(self.descriptor)}
 
     def __setstate__(self, state: State) -> None:
@@ -111,7 +133,8 @@ class SharedFile:
 
     def __del__(self) -> None:
         descriptor = self.__dict__.pop("descriptor", None)
-        if isinstance(descriptor, int):  # not if the constructor failed, nor in the state of a pickle
+        # not if the constructor failed, nor in the state of a pickle
+        if isinstance(descriptor, int):
             os.close(descriptor)
 
 
@@ -127,15 +150,20 @@ class NamelessFile(SharedFile):
 
 
 class RowsFile(SharedFile):
-    """The file of the rows in a folder; calling it reserves more disk space in one of its sections."""
+    """The file of the rows in a folder; calling it reserves more disk space in one of
+    its sections."""
 
     def __init__(self, folder: Path, more_flags: int = 0) -> None:
-        super().__init__(os.open(folder / ROWS_FILE, os.O_RDWR | os.O_CLOEXEC | more_flags, 0o644))
-        self._reserved: dict[int, int] = {}  # start of a section -> bytes reserved in it
+        super().__init__(
+            os.open(folder / ROWS_FILE, os.O_RDWR | os.O_CLOEXEC | more_flags, 0o644)
+        )
+        # start of a section -> bytes reserved in it
+        self._reserved: dict[int, int] = {}
 
     @classmethod
     def make(cls, folder: Path, nbytes: int, at_once: int) -> RowsFile:
-        """Make a file of ``nbytes``, and reserve disk space for its first ``at_once`` bytes."""
+        """Make a file of ``nbytes``, and reserve disk space for its first ``at_once``
+        bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         try:
             file = cls(folder, os.O_CREAT | os.O_EXCL)
@@ -154,7 +182,8 @@ class RowsFile(SharedFile):
 
     @classmethod
     def open(cls, folder: Path, nbytes: int) -> RowsFile:
-        """Open a file of ``nbytes``; raise a ValueError if it has another size: mapping it would extend it."""
+        """Open a file of ``nbytes``; raise a ValueError if it has another size: mapping
+        it would extend it."""
         path = folder / ROWS_FILE
         size = path.stat().st_size if path.exists() else 0
         if size != nbytes:
@@ -164,13 +193,18 @@ class RowsFile(SharedFile):
         return cls(folder)
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Reserve disk space for the first ``nbytes`` bytes of the section that begins at byte ``section``."""
+        """Reserve disk space for the first ``nbytes`` bytes of the section that begins
+        at byte ``section``."""
         reserved = self._reserved.get(section, 0)
         if nbytes <= reserved:
             return
-        # More than needed, so that few writes reserve; on a disk that is almost full, no more.
+        # More than needed, so that few writes reserve; on a disk that is almost full,
+        # no more.
         start, needed = section + reserved, nbytes - reserved
-        ahead = min(max(needed, min(_FILL, reserved // 8)), os.fstat(self.descriptor).st_size - start)
+        ahead = min(
+            max(needed, min(_FILL, reserved // 8)),
+            os.fstat(self.descriptor).st_size - start,
+        )
         try:
             self.reserve(start, ahead)
         except OSError:
@@ -180,7 +214,8 @@ class RowsFile(SharedFile):
 
 
 def delete_rows_file(folder: Path, process: int) -> None:
-    """Delete the file of the rows, and its folder if it is empty, at the end of the process that made them."""
+    """Delete the file of the rows, and its folder if it is empty, at the end of the
+    process that made them."""
     if os.getpid() == process:
         (folder / ROWS_FILE).unlink(missing_ok=True)
         with suppress(OSError):  # not empty
@@ -188,16 +223,22 @@ def delete_rows_file(folder: Path, process: int) -> None:
 
 
 class HeadFile(SharedFile):
-    """The file ``head.bin``: a header of 64-bit numbers, then the memory that :meth:`map` returns.
+    """The file ``head.bin``: a header of 64-bit numbers, then the memory that
+    :meth:`map` returns.
 
-    The file stays locked until this object is closed, or deleted, in this process and in those forked from it or
-    spawned with it. Mapped bytes survive the end of a process, but not a loss of power.
+    The file stays locked until this object is closed, or deleted, in this process and
+    in those forked from it or spawned with it. Mapped bytes survive the end of a
+    process, but not a loss of power.
     """
 
     def __init__(self, folder: Path) -> None:
         if fcntl is None:
             raise RuntimeError("reopen=True needs a system with POSIX file locks")
-        self.path, self._next, rows_file = folder / HEAD_FILE, _FIRST, folder / ROWS_FILE
+        self.path, self._next, rows_file = (
+            folder / HEAD_FILE,
+            _FIRST,
+            folder / ROWS_FILE,
+        )
         if rows_file.exists() and not self.path.exists():
             raise FileExistsError(
                 f"{rows_file} holds rows without {self.path.name}, so that they cannot be continued (they were not "
@@ -206,20 +247,26 @@ class HeadFile(SharedFile):
         folder.mkdir(parents=True, exist_ok=True)
         how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         super().__init__(os.open(self.path, how, 0o644), HEADER)
-        self._locked: SharedFile | None = SharedFile(os.open(self.path, how))  # never mapped: a map keeps a lock
+        # never mapped: a map keeps a lock
+        self._locked: SharedFile | None = SharedFile(os.open(self.path, how))
         self._lock(self._locked.descriptor)
         magic, version, _ = self._read_header()
-        self.is_new = not magic and not rows_file.exists()  # a process may have died before :meth:`finish`
+        # a process may have died before :meth:`finish`
+        self.is_new = not magic and not rows_file.exists()
         if self.is_new:
-            (folder / PRIORITY_FILE).unlink(missing_ok=True)  # of rows that were deleted
+            # of rows that were deleted
+            (folder / PRIORITY_FILE).unlink(missing_ok=True)
             os.ftruncate(self.descriptor, 0)
             os.ftruncate(self.descriptor, HEADER)
             self.reserve(-HEADER, HEADER)
-        elif (magic, version) != (_MAGIC, _VERSION) or os.fstat(self.descriptor).st_size < HEADER:
+        elif (magic, version) != (_MAGIC, _VERSION) or os.fstat(
+            self.descriptor
+        ).st_size < HEADER:
             self.refuse(f"its header is not that of a head of version {_VERSION}")
 
     def _lock(self, descriptor: int) -> None:
-        """Lock the file; unlike a record lock, this lock is kept when another descriptor of the file is closed."""
+        """Lock the file; unlike a record lock, this lock is kept when another
+        descriptor of the file is closed."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -233,11 +280,13 @@ class HeadFile(SharedFile):
         self._locked = None
 
     def _read_header(self) -> tuple[int, int, int]:
-        """Return the magic number, the version, and the id of the process that opened the file last."""
+        """Return the magic number, the version, and the id of the process that opened
+        the file last."""
         return unpack("<3q", os.pread(self.descriptor, _FIRST, 0).ljust(_FIRST, b"\0"))
 
     def keep(self, *numbers: SharedNumbers) -> None:
-        """Move numbers to the header, or, in an older file, replace them by those in the header."""
+        """Move numbers to the header, or, in an older file, replace them by those in
+        the header."""
         for each in numbers:
             each.keep_in(self, self._next, found=not self.is_new)
             self._next += 8 * len(each)
@@ -247,7 +296,8 @@ class HeadFile(SharedFile):
         os.pwrite(self.descriptor, pack("<3q", _MAGIC, _VERSION, os.getpid()), 0)
 
     def refuse_short(self, nbytes: int) -> None:
-        """Raise a ValueError if the file ends before the first ``nbytes`` after the header."""
+        """Raise a ValueError if the file ends before the first ``nbytes`` after the
+        header."""
         if os.fstat(self.descriptor).st_size < HEADER + nbytes:
             self.refuse("it is too short")
 

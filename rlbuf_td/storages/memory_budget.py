@@ -1,8 +1,9 @@
 """Measures the free memory in RAM, in shared memory, on a disk or on a CUDA device.
 
-The size of an allocation of 1 MiB or more is first compared with the free memory. Allocations on CUDA devices are not
-checked beforehand. Memory limits of control groups (containers, job schedulers) count as limits of the machine. A limit
-that the system does not report is ignored.
+The size of an allocation of 1 MiB or more is first compared with the free memory.
+Allocations on CUDA devices are not checked beforehand. Memory limits of control groups
+(containers, job schedulers) count as limits of the machine. A limit that the system
+does not report is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-_WORTH_A_LOOK = 1 << 20  # bytes from which an allocation is checked, which takes some hundred microseconds
+# bytes from which an allocation is checked, which takes some hundred microseconds
+_WORTH_A_LOOK = 1 << 20
 _SHARED = Path("/dev/shm")  # where torch puts shared tensors on Linux
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -31,7 +33,8 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 class MemoryWarning(UserWarning):
     """A full buffer will exceed the free memory.
 
-    The warning is issued when rows or priorities are allocated. A size above the total memory raises a ``MemoryError``.
+    The warning is issued when rows or priorities are allocated. A size above the total
+    memory raises a ``MemoryError``.
 
     Example:
         >>> import warnings
@@ -56,7 +59,9 @@ class Room:
         return f"{show_bytes(self.free)} of {self.place} are free{in_all}"
 
 
-def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: bool = False) -> Room:
+def room_for(
+    device: torch.device, *, scratch_dir: Path | None = None, shared: bool = False
+) -> Room:
     if scratch_dir is not None:
         return disk(scratch_dir)
     if device.type == "cuda":
@@ -68,7 +73,9 @@ def ram() -> Room:
     kib = _numbers(_PROC / "meminfo")
     if "MemTotal" not in kib:
         with suppress(AttributeError, ValueError, OSError):
-            return Room("RAM", None, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            return Room(
+                "RAM", None, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            )
         return Room("RAM", None, None)
     total = (kib["MemTotal"] + kib.get("SwapTotal", 0)) << 10
     free = kib["MemAvailable"] << 10 if "MemAvailable" in kib else total
@@ -78,12 +85,18 @@ def ram() -> Room:
 
 
 def shared_rows() -> Room:
-    """Return the memory of a nameless file, which is RAM where the system has such files, and otherwise a disk."""
-    return replace(ram(), place="shared memory") if hasattr(os, "memfd_create") else disk(Path(tempfile.gettempdir()))
+    """Return the memory of a nameless file, which is RAM where the system has such
+    files, and otherwise a disk."""
+    return (
+        replace(ram(), place="shared memory")
+        if hasattr(os, "memfd_create")
+        else disk(Path(tempfile.gettempdir()))
+    )
 
 
 def shared_tensors() -> Room:
-    """Return the memory that torch can share, each number the minimum of the values for RAM and for ``/dev/shm``."""
+    """Return the memory that torch can share, each number the minimum of the values for
+    RAM and for ``/dev/shm``."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     total = min((room.total for room in both if room.total is not None), default=None)
@@ -116,7 +129,8 @@ def cuda(device: torch.device) -> Room:
 class Purpose(NamedTuple):
     """The texts of warnings and errors about an allocation."""
 
-    what: str = "The rows take"  # the beginning of messages: "1,000 rows of 8 bytes take"
+    # the beginning of messages: "1,000 rows of 8 bytes take"
+    what: str = "The rows take"
     remedy: str = ""
     quiet: bool = False  # whether to suppress warnings
 
@@ -131,7 +145,8 @@ def require_room(
     lazily: bool = False,
     room: Room | None = None,
 ) -> None:
-    """Raise an error if ``nbytes`` are not free; if ``lazily``, raise only if they exceed the total, and else warn.
+    """Raise an error if ``nbytes`` are not free; if ``lazily``, raise only if they
+    exceed the total, and else warn.
 
     ``room`` is the memory to look at, default: that of the other arguments.
     """
@@ -142,7 +157,11 @@ def require_room(
     limit = room.total if lazily else room.free
     if limit is not None and nbytes > limit:
         message = f"{message}. {purpose.remedy}"
-        raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
+        raise (
+            MemoryError(message)
+            if scratch_dir is None
+            else OSError(errno.ENOSPC, message)
+        )
     if room.free is not None and nbytes > room.free and not purpose.quiet:
         share = f"{room.free / nbytes:.0%}"
         message = f"{message}: the system may kill this process when {share} of them are written. {purpose.remedy}"
@@ -164,24 +183,43 @@ def _read(path: Path) -> str:
 
 def _numbers(path: Path) -> dict[str, int]:
     lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    return {
+        words[0]: int(words[1])
+        for words in lines
+        if len(words) > 1 and words[1].isdigit()
+    }
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield (limit, unused bytes) of each control group that limits memory; file cache counts as unused."""
+    """Yield (limit, unused bytes) of each control group that limits memory; file cache
+    counts as unused."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: one tree for all controllers
-            root, limit_file, used_file, prefix = _CGROUPS, "memory.max", "memory.current", ""
+            root, limit_file, used_file, prefix = (
+                _CGROUPS,
+                "memory.max",
+                "memory.current",
+                "",
+            )
         elif "memory" in controllers.split(","):
             root, prefix = _CGROUPS / "memory", "total_"
             limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        inner = root / path.lstrip("/")  # in a container, this path and some of its parents do not exist
-        for folder in (inner, *(each for each in inner.parents if each == root or root in each.parents)):
-            limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
+        # in a container, this path and some of its parents do not exist
+        inner = root / path.lstrip("/")
+        for folder in (
+            inner,
+            *(each for each in inner.parents if each == root or root in each.parents),
+        ):
+            limit, used = (
+                _read(folder / limit_file).strip(),
+                _read(folder / used_file).strip(),
+            )
             if limit.isdigit() and used.isdigit():
                 stat = _numbers(folder / "memory.stat")
-                cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+                cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(
+                    f"{prefix}active_file", 0
+                )
                 yield int(limit), int(limit) - int(used) + cached

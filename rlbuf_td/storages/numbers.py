@@ -13,20 +13,24 @@ import torch
 
 from rlbuf_td.storages.memory import NamelessFile, SharedFile
 
-_TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}  # by kind: integers, which wrap at 2**63, or floats
+# by kind: integers, which wrap at 2**63, or floats
+_TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}
 
 
 class SharedNumbers:
-    """64-bit numbers that forked processes, and spawned ones that get this object, share after :meth:`share_memory_`.
+    """64-bit numbers that forked processes, and spawned ones that get this object,
+    share after :meth:`share_memory_`.
 
-    No lock protects the numbers. :meth:`share_memory_` and :meth:`keep_in` replace the array ``values``.
+    No lock protects the numbers. :meth:`share_memory_` and :meth:`keep_in` replace the
+    array ``values``.
     """
 
     __slots__ = ("_kind", "_place", "values")
 
     def __init__(self, kind: str, values: Sequence[float]) -> None:
         self._kind = kind
-        self._place: tuple[SharedFile, int] | None = None  # the file of the numbers, and where they begin in it
+        # the file of the numbers, and where they begin in it
+        self._place: tuple[SharedFile, int] | None = None
         self.values: Any = (_TYPES[kind] * len(values))(*values)
 
     def share_memory_(self) -> SharedNumbers:
@@ -37,7 +41,8 @@ class SharedNumbers:
         return self
 
     def keep_in(self, file: SharedFile, start: int, *, found: bool) -> None:
-        """Move the numbers to byte ``start`` of a file; if ``found``, replace them by those that are there."""
+        """Move the numbers to byte ``start`` of a file; if ``found``, replace them by
+        those that are there."""
         before, count = self.values, len(self.values)
         memory = mmap.mmap(file.descriptor, start + 8 * count)
         self.values = (_TYPES[self._kind] * count).from_buffer(memory, start)
@@ -63,7 +68,9 @@ class SharedNumbers:
             return self._kind, [0] * len(self), self._place
         return self._kind, self.values[:], None
 
-    def __setstate__(self, state: tuple[str, list[float], tuple[SharedFile, int] | None]) -> None:
+    def __setstate__(
+        self, state: tuple[str, list[float], tuple[SharedFile, int] | None]
+    ) -> None:
         kind, values, place = state
         self.__init__(kind, values)
         if place is not None:
@@ -73,12 +80,13 @@ class SharedNumbers:
 class Planned:
     """Numbers that change together with the rows of a storage.
 
-    A write plans them first. After a write that did not end, they have changed if its rows are there. The caller holds
-    the storage's lock.
+    A write plans them first. After a write that did not end, they have changed if its
+    rows are there. The caller holds the storage's lock.
 
     Args:
-        numbers: hold ``count`` numbers from ``at`` on. From ``place`` on, they hold :attr:`Ring.publication` before the
-            write (-1: nothing is planned) and the planned numbers.
+        numbers: hold ``count`` numbers from ``at`` on. From ``place`` on, they hold
+            :attr:`Ring.publication` before the write (-1: nothing is planned) and the
+            planned numbers.
     """
 
     def __init__(self, numbers: SharedNumbers, at: int, count: int, place: int) -> None:
@@ -107,7 +115,8 @@ class Planned:
         self.numbers[self._place] = -1
 
     def settle(self, publication: int) -> None:
-        """Take the planned numbers if the write has been published, otherwise forget them."""
+        """Take the planned numbers if the write has been published, otherwise forget
+        them."""
         if self.numbers[self._place] == publication:
             self.forget()
         else:
@@ -124,7 +133,9 @@ class SharedCounter:
     def add(self, count: int | torch.Tensor) -> None:
         """Add an int, or a 0-dim tensor without waiting for its device."""
         if isinstance(count, torch.Tensor):
-            self._on_device = count if self._on_device is None else self._on_device + count
+            self._on_device = (
+                count if self._on_device is None else self._on_device + count
+            )
         elif count:
             self._numbers[0] += count
 
@@ -132,5 +143,8 @@ class SharedCounter:
         self._numbers.share_memory_()
 
     def total(self) -> int:
-        """Return the count; this call waits for the device, while :meth:`add` does not."""
-        return self._numbers[0] + (0 if self._on_device is None else int(self._on_device))
+        """Return the count; this call waits for the device, while :meth:`add` does
+        not."""
+        return self._numbers[0] + (
+            0 if self._on_device is None else int(self._on_device)
+        )

@@ -21,19 +21,38 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler, untraced
+from rlbuf_td.kernels.dispatch import (
+    backend_of,
+    compiled_form_of,
+    import_kernels,
+    refuse_without_compiler,
+    untraced,
+)
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import EPISODES_DUE, REVISION, WRITTEN
 from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
-from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes, refuse_inner
+from rlbuf_td.storages.episodes import (
+    CURRENT,
+    NEW,
+    STALE,
+    EpisodeKeys,
+    Episodes,
+    refuse_inner,
+)
 from rlbuf_td.storages.indexing import coordinates, flat_rows
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.lock import ProcessLock
-from rlbuf_td.storages.memory import ROWS_FILE, HeadFile, RowsFile, allocate_bytes, delete_rows_file
+from rlbuf_td.storages.memory import (
+    ROWS_FILE,
+    HeadFile,
+    RowsFile,
+    allocate_bytes,
+    delete_rows_file,
+)
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
@@ -42,9 +61,23 @@ from rlbuf_td.storages.row_class import RowClass, unwrap
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.saved import Moves, SavedRows
-from rlbuf_td.storages.schema import Leaf, SchemaError, kind, refuse_index, refuse_other_index, refuse_unfit, show_key
+from rlbuf_td.storages.schema import (
+    Leaf,
+    SchemaError,
+    kind,
+    refuse_index,
+    refuse_other_index,
+    refuse_unfit,
+    show_key,
+)
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of
-from rlbuf_td.storages.write_plan import CompiledWrites, Record, TorchWrites, WritePlan, unwritable
+from rlbuf_td.storages.write_plan import (
+    CompiledWrites,
+    Record,
+    TorchWrites,
+    WritePlan,
+    unwritable,
+)
 from rlbuf_td.storages.writes import (
     Beginning,
     as_index,
@@ -68,7 +101,9 @@ _COPY = Purpose(
 )
 _STATE_FILE = "storage.pt"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
-_OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
+_OTHER_CAPACITY = (
+    "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
+)
 _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
 _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
@@ -77,80 +112,106 @@ _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
 class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
-    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampled batches are
-    copies. On the CPU, up to ``torch.get_num_threads()`` threads copy a batch of 2 MiB or more while that saves time.
-    As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys. A view whose
-    memory is moved (``share_memory_``, a queue to another process) becomes a copy; the rows stay in place.
+    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the
+    rows. Sampled batches are copies. On the CPU, up to ``torch.get_num_threads()``
+    threads copy a batch of 2 MiB or more while that saves time. As in TorchRL,
+    ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys. A view
+    whose memory is moved (``share_memory_``, a queue to another process) becomes a
+    copy; the rows stay in place.
 
     Args:
-        max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
-        device: device of the rows: ``"cpu"``, a CUDA device, or ``"auto"``, that of the first data.
-        ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
-        lanes: E, with ``ndim=2``; by default, the first write of whole time steps, or :meth:`reserve`, tells it.
+        max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up
+            to whole time steps.
+        device: device of the rows: ``"cpu"``, a CUDA device, or ``"auto"``, that of the
+            first data.
+        ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for
+            ``[T, E]`` (time, lanes).
+        lanes: E, with ``ndim=2``; by default, the first write of whole time steps, or
+            :meth:`reserve`, tells it.
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
-        shared: call :meth:`share_memory_` in the constructor (CPU only); the first process that writes allocates the
-            rows, in shared memory or in ``scratch_dir``. On Linux, the size of ``/dev/shm`` does not limit the rows.
-        share_next: store an observation once if the next observation of a row and the observation of the following row
-            in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
-            ``"next"``; a list names the keys. Keys of less than 8 bytes, done flags, rewards and trajectory ids are
-            never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. These keys cannot
-            be edited, also not by replacing rows, ``storage[i] = row``; they need rows on the CPU, and a writer that
-            writes in time order.
-        frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``. A pair also gives the dim of
-            the frames, ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores only its newest
-            frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.
-        existsok: replace an existing file of rows in ``scratch_dir``; by default, an existing file is an error.
-        auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
-            ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
-        reopen: continue the rows that an earlier process has left in ``scratch_dir``; see below.
+        shared: call :meth:`share_memory_` in the constructor (CPU only); the first
+            process that writes allocates the rows, in shared memory or in
+            ``scratch_dir``. On Linux, the size of ``/dev/shm`` does not limit the rows.
+        share_next: store an observation once if the next observation of a row and the
+            observation of the following row in the same lane have equal bytes. ``True``
+            deduplicates all keys at the root that also exist under ``"next"``; a list
+            names the keys. Keys of less than 8 bytes, done flags, rewards and
+            trajectory ids are never deduplicated. Reading a column, a slice or one time
+            step copies deduplicated keys. These keys cannot be edited, also not by
+            replacing rows, ``storage[i] = row``; they need rows on the CPU, and a
+            writer that writes in time order.
+        frames: a dict from a key to the number of frames in its stack,
+            ``{"pixels": 4}``. A pair also gives the dim of the frames,
+            ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores
+            only its newest frame if its other frames equal the last frames of the
+            previous row; otherwise all frames are stored.
+        existsok: replace an existing file of rows in ``scratch_dir``; by default, an
+            existing file is an error.
+        auto_cleanup: delete the file, and its folder if empty, when the storage is
+            deleted or the process ends.
+            ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces
+            TorchRL's ``LazyMemmapStorage(n)``.
+        reopen: continue the rows that an earlier process has left in ``scratch_dir``;
+            see below.
         shared_init: TorchRL's name of ``shared``.
-        cleanup_memmap, compilable, consolidated: no effect; TorchRL's storages take them. ``torch.compile`` breaks its
-            graph at every call of a storage.
+        cleanup_memmap, compilable, consolidated: no effect; TorchRL's storages take
+            them. ``torch.compile`` breaks its graph at every call of a storage.
 
-    With ``reopen=True``, a second file tells which rows are stored. After a crash or a kill of the process, a storage
-    made with the same arguments has all rows in their order, and the newest trajectory of each lane has ended. Of a
-    write that was interrupted, the new rows are missing, and those that they were about to replace may be gone. A loss
-    of power may lose more: save dumps for that. The folder is locked until the storage and its buffers are deleted,
-    :meth:`ReplayBuffer.close`, or the end of the process. A :class:`ReplayBuffer` continues writing with a
-    :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
-    not in this file get the priority of new rows, with a warning. The second file takes 16 bytes per row, priorities 16
-    bytes per row. Reopening is O(1), with priorities or after a process without numba O(N); the first look-up of
-    trajectories reads the flags of all rows.
+    With ``reopen=True``, a second file tells which rows are stored. After a crash or a
+    kill of the process, a storage made with the same arguments has all rows in their
+    order, and the newest trajectory of each lane has ended. Of a write that was
+    interrupted, the new rows are missing, and those that they were about to replace may
+    be gone. A loss of power may lose more: save dumps for that. The folder is locked
+    until the storage and its buffers are deleted, :meth:`ReplayBuffer.close`, or the
+    end of the process. A :class:`ReplayBuffer` continues writing with a
+    :class:`RingWriter`, also its count of writes, and keeps its priorities in a file,
+    ``priorities.bin``. Rows that are not in this file get the priority of new rows,
+    with a warning. The second file takes 16 bytes per row, priorities 16 bytes per row.
+    Reopening is O(1), with priorities or after a process without numba O(N); the first
+    look-up of trajectories reads the flags of all rows.
 
-    A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
-    a spawned process shares its rows with that process.
+    A pickled or deep copy has its own rows, in RAM if the original's rows are in a
+    file. A CPU storage that is sent to a spawned process shares its rows with that
+    process.
 
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         RuntimeError: ``device`` is a CUDA device that this machine lacks.
-        SchemaError: (on writing) the data does not match the rows, or deduplicated rows would be replaced or written
-            out of order; nothing is written.
-        MemoryError: (on the first write) the rows need more than the total RAM, or, on another device, more than the
-            free memory.
-        OSError: (on the first write) the disk of ``scratch_dir`` has too little room; nothing is written.
+        SchemaError: (on writing) the data does not match the rows, or deduplicated rows
+            would be replaced or written out of order; nothing is written.
+        MemoryError: (on the first write) the rows need more than the total RAM, or, on
+            another device, more than the free memory.
+        OSError: (on the first write) the disk of ``scratch_dir`` has too little room;
+            nothing is written.
 
-    With ``reopen``, the constructor raises a RuntimeError if the rows are open in a living process, a FileExistsError
-    if ``scratch_dir`` holds rows without that file, and a ValueError if the file is damaged, if the rows have another
-    capacity or other lanes, or if ``existsok``, ``auto_cleanup``, ``share_next`` or ``frames`` is given too.
-    Nothing is lost then.
+    With ``reopen``, the constructor raises a RuntimeError if the rows are open in a
+    living process, a FileExistsError if ``scratch_dir`` holds rows without that file,
+    and a ValueError if the file is damaged, if the rows have another capacity or other
+    lanes, or if ``existsok``, ``auto_cleanup``, ``share_next`` or ``frames`` is given
+    too. Nothing is lost then.
 
     Warns:
         MemoryWarning: (on the first write) a full buffer will exceed the free RAM.
 
-    Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n * row_bytes). On CUDA, a gather is one
-    kernel.
-    ``python -m tests.benchmarks.memory`` measures the savings and the cost of deduplicated observations.
+    Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n *
+    row_bytes). On CUDA, a gather is one kernel.
+    ``python -m tests.benchmarks.memory`` measures the savings and the cost of
+    deduplicated observations.
 
-    With ``ndim=2``, lanes may advance alone, see :meth:`ReplayBuffer.lane`. Cells that a shorter lane has not written
-    yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them raise an IndexError;
-    columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
-    :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` of new time steps
-    raises a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes: replace
-    ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by :class:`ProportionalSampler`,
-    and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
+    With ``ndim=2``, lanes may advance alone, see :meth:`ReplayBuffer.lane`. Cells that
+    a shorter lane has not written yet, or whose row a killed write was about to
+    replace, are *holes*: reads and edits of them raise an IndexError; columns, and with
+    ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
+    :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps,
+    :meth:`set` of new time steps raises a RuntimeError. Of TorchRL's samplers, only
+    ``RandomSampler`` draws from rows with holes: replace ``SamplerWithoutReplacement``
+    by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
+    :class:`ProportionalSampler`, and ``SliceSampler`` by
+    ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
-    Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
-    class that was written first. Unlike ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
+    Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a
+    buffer, then return objects of the class that was written first. Unlike
+    ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
     unknown keys.
 
     Example:
@@ -177,8 +238,10 @@ class PackedStorage(LazyTensorStorage):
     episodes: Episodes | None = None  # of rows with flags or ids that end episodes
     episode_keys = EpisodeKeys()
     uses_episode_keys = False  # whether somebody looks up episodes by these keys
-    write_plan: WritePlan | None = None  # how rows are written; None: the next write chooses
-    _slot_generations: Any = None  # how often TorchRL's writers have written each position, if one of them counts this
+    # how rows are written; None: the next write chooses
+    write_plan: WritePlan | None = None
+    # how often TorchRL's writers have written each position, if one of them counts this
+    _slot_generations: Any = None
     _ring: Ring
 
     def __init__(
@@ -205,31 +268,55 @@ class PackedStorage(LazyTensorStorage):
             refuse_without_compiler("share_next and frames need")
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
         if lanes is not None and ndim != 2:
-            raise ValueError(f"lanes={lanes} needs ndim=2, for rows [T, E], got ndim={ndim}")
+            raise ValueError(
+                f"lanes={lanes} needs ndim=2, for rows [T, E], got ndim={ndim}"
+            )
         self.lanes_wanted = None if lanes is None else whole(1)("lanes", lanes)
         shared = shared or shared_init
-        self._refuse_device(device, "shared" if shared else "scratch_dir" if scratch_dir is not None else None)
+        self._refuse_device(
+            device,
+            "shared" if shared else "scratch_dir" if scratch_dir is not None else None,
+        )
         if reopen:
             self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
         self.device: torch.device  # pyrefly: ignore
         self._attached_entities_list: Any = Listeners()  # TorchRL has a list
-        self.scratch_dir: Path | None = None if scratch_dir is None else Path(scratch_dir).absolute()
-        self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
-        self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
-        self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
-        for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
-            self.__dict__.pop(name, None)  # TorchRL's constructor makes these counters, which the ring replaces
+        self.scratch_dir: Path | None = (
+            None if scratch_dir is None else Path(scratch_dir).absolute()
+        )
+        self.existsok, self.auto_cleanup, self.shared, self.reopen = (
+            existsok,
+            bool(auto_cleanup),
+            shared,
+            reopen,
+        )
+        # the class of the rows in `get`; None: TensorDict
+        self.row_class: RowClass | None = None
+        # whether the rows were allocated by `reserve`; the first write may add keys
+        self.is_reserved = False
+        for name in (
+            "_len_value",
+            "_last_cursor_index_value",
+            "_mutation_revision_value",
+        ):
+            # TorchRL's constructor makes these counters, which the ring replaces
+            self.__dict__.pop(name, None)
         self._begin()
         watch_forks(self)
         if reopen or shared:
             self._reopen() if reopen else self.share_memory_()
 
-    def _refuse_device(self, device: torch.device | str, needing: str | None = None) -> None:
-        """Raise an error if the rows cannot lie on a device; ``needing`` is an argument that needs the CPU."""
+    def _refuse_device(
+        self, device: torch.device | str, needing: str | None = None
+    ) -> None:
+        """Raise an error if the rows cannot lie on a device; ``needing`` is an argument
+        that needs the CPU."""
         on_cpu = torch.device("cpu" if device == "auto" else device).type == "cpu"
         if needing and not on_cpu:
-            raise ValueError(f"{needing} needs device='cpu', got device={str(device)!r}")
+            raise ValueError(
+                f"{needing} needs device='cpu', got device={str(device)!r}"
+            )
         if self.dedup_options and not on_cpu:
             raise ValueError(
                 f"share_next and frames need rows on the CPU, got device={str(device)!r}: leave them out, or keep the "
@@ -238,12 +325,20 @@ class PackedStorage(LazyTensorStorage):
         if not on_cpu:
             usable_device(device)
 
-    def _refuse_reopening(self, scratch_dir: object, existsok: bool, auto_cleanup: bool) -> None:
+    def _refuse_reopening(
+        self, scratch_dir: object, existsok: bool, auto_cleanup: bool
+    ) -> None:
         if scratch_dir is None:
-            raise ValueError("reopen=True continues the rows in a folder: pass scratch_dir")
+            raise ValueError(
+                "reopen=True continues the rows in a folder: pass scratch_dir"
+            )
         if existsok or auto_cleanup:
-            which, does = ("existsok", "replaces") if existsok else ("auto_cleanup", "deletes")
-            raise ValueError(f"{which}=True {does} the rows in scratch_dir, reopen=True keeps them: pass one of them")
+            which, does = (
+                ("existsok", "replaces") if existsok else ("auto_cleanup", "deletes")
+            )
+            raise ValueError(
+                f"{which}=True {does} the rows in scratch_dir, reopen=True keeps them: pass one of them"
+            )
         if self.dedup_options:
             raise ValueError(
                 "reopen=True does not support deduplicated rows: leave out share_next and frames, or use dumps"
@@ -254,14 +349,17 @@ class PackedStorage(LazyTensorStorage):
         file = HeadFile(cast("Path", self.scratch_dir))
         try:
             self._share(file)
-            with self.lock:  # maps the rows, and finishes or gives up a write during which the earlier process died
+            # maps the rows, and finishes or gives up a write during which the earlier
+            # process died
+            with self.lock:
                 if self.rows is not None:
                     try:
                         self.ring.check()
                     except AssertionError as error:
                         file.refuse(str(error))
                     self.reopened = len(self) > 0
-                    if self.episodes is not None:  # the next rows come from environments that were started anew
+                    # the next rows come from environments that were started anew
+                    if self.episodes is not None:
                         self.episodes.end()
             file.finish()
         except BaseException:
@@ -276,7 +374,8 @@ class PackedStorage(LazyTensorStorage):
         self._ring = Ring(1, 1)
         self.shared_rows: SharedRows | None = None
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
-        self.process = os.getpid()  # id of the creating process; forked processes have their own rows
+        # id of the creating process; forked processes have their own rows
+        self.process = os.getpid()
 
     # -- counts
 
@@ -288,19 +387,22 @@ class PackedStorage(LazyTensorStorage):
         return self._ring
 
     def __len__(self) -> int:
-        """Return the number of rows, and of holes up to the last time step in which a lane has a row."""
+        """Return the number of rows, and of holes up to the last time step in which a
+        lane has a row."""
         ring = self.ring
         return ring.longest * ring.lanes
 
     @property
     def _last_cursor_index(self) -> int | None:
-        """The slot of the newest row, which TorchRL reads; None if there is none, or lanes stand at unlike steps."""
+        """The slot of the newest row, which TorchRL reads; None if there is none, or
+        lanes stand at unlike steps."""
         newest = self.ring.newest
         return None if newest < 0 else newest
 
     @property
     def lane_count(self) -> int | None:
-        """The number of lanes, E, of rows ``[T, E]``; None before the first write if nobody has given it."""
+        """The number of lanes, E, of rows ``[T, E]``; None before the first write if
+        nobody has given it."""
         with self.lock:  # the first write may allocate reserved rows again
             return self.lanes_wanted if self.rows is None else self.lanes[0]
 
@@ -309,10 +411,13 @@ class PackedStorage(LazyTensorStorage):
         return len(self) == self.max_size and not self.ring.holes
 
     def _rand_given_ndim(self, batch_size: int) -> Any:
-        """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this method."""
+        """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this
+        method."""
         if self.ring.together and not self.ring.holes:
             return super()._rand_given_ndim(batch_size)
-        number = torch.randint(len(self.ring), (batch_size,), generator=self._rng, device=self.device)
+        number = torch.randint(
+            len(self.ring), (batch_size,), generator=self._rng, device=self.device
+        )
         return coordinates(self.ring.cell_of(number), self)
 
     def _bump_mutation_revision(self) -> None:
@@ -331,12 +436,14 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def revision(self) -> int:
-        """The number of changes of the rows so far: writes, loads, and edits in place."""
+        """The number of changes of the rows so far: writes, loads, and edits in
+        place."""
         self._take_edits()
         return self._ring.numbers[REVISION]
 
     def mark_episodes(self, state: int) -> None:
-        """Let the next look-up of episodes do what :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
+        """Let the next look-up of episodes do what
+        :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
         if self.episodes is not None:
             self.episodes.mark(state)
 
@@ -359,18 +466,33 @@ class PackedStorage(LazyTensorStorage):
         self.uses_episode_keys = True
 
     def find_episodes(self, before: Episodes | None = None) -> None:
-        """Make the numbers of the rows' episodes, equal to those of ``before`` if it is given."""
-        memory, self.write_plan = None if self.shared_rows is None else self.shared_rows.of_episodes, None
+        """Make the numbers of the rows' episodes, equal to those of ``before`` if it is
+        given."""
+        memory, self.write_plan = (
+            None if self.shared_rows is None else self.shared_rows.of_episodes,
+            None,
+        )
         with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
-            self.episodes = Episodes(self.all_rows(), self._ring, self.episode_keys, memory)
+            self.episodes = Episodes(
+                self.all_rows(), self._ring, self.episode_keys, memory
+            )
             if before is not None:
                 self.episodes.numbers.copy_(before.numbers)
                 self.episodes.following.copy_(before.following)
 
     def load_episodes(self, saved: State | None) -> None:
-        """Restore the numbers of episodes of rows that have just been loaded; None: find them in the rows."""
-        keys = None if saved is None else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
-        if keys is not None and keys != self.episode_keys and not self.uses_episode_keys:
+        """Restore the numbers of episodes of rows that have just been loaded; None:
+        find them in the rows."""
+        keys = (
+            None
+            if saved is None
+            else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
+        )
+        if (
+            keys is not None
+            and keys != self.episode_keys
+            and not self.uses_episode_keys
+        ):
             self.episode_keys, self.episodes = keys, None
             self.find_episodes()
         if self.episodes is not None:
@@ -389,15 +511,20 @@ class PackedStorage(LazyTensorStorage):
             self._bump_mutation_revision()
         ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
         if not ring.in_order:
-            raise ValueError(f"a look-up of episodes needs rows in time order, and {OUT_OF_ORDER}")
+            raise ValueError(
+                f"a look-up of episodes needs rows in time order, and {OUT_OF_ORDER}"
+            )
         if episodes is None:
-            episodes = Episodes(self.all_rows(), ring, self.episode_keys)  # raises an error
+            # raises an error
+            episodes = Episodes(self.all_rows(), ring, self.episode_keys)
         if ring.numbers[EPISODES_DUE] != CURRENT:
             episodes.refresh()
         return episodes
 
     # TorchRL also sets these attributes; the ring replaces them.
-    _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
+    _last_cursor = property(
+        lambda self: self._last_cursor_index, lambda self, cursor: None
+    )
     _len = property(lambda self: len(self), lambda self, length: None)
 
     @compiled_form_of("gather", "get", "written_rows", "all_rows")
@@ -407,9 +534,11 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def in_time_order(self) -> bool:
-        """Whether the stored time steps were written one after another; saved and copied with the rows.
+        """Whether the stored time steps were written one after another; saved and
+        copied with the rows.
 
-        False after a write elsewhere than after the newest step, until a ring has replaced all rows, or ``_empty()``.
+        False after a write elsewhere than after the newest step, until a ring has
+        replaced all rows, or ``_empty()``.
         """
         return self.ring.in_order
 
@@ -425,33 +554,45 @@ class PackedStorage(LazyTensorStorage):
             each._order_lost()
 
     def stamps(self, index: object) -> torch.Tensor:
-        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the next row of a cell does not have.
+        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the
+        next row of a cell does not have.
 
-        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are ``[B, L]``.
-        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry ``"sampled_at"``.
+        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are
+        ``[B, L]``.
+        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry
+        ``"sampled_at"``.
         """
         if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
             return self.ring.stamp(flat_rows(index, self, self.device))
         shape = index.shape[: index.ndim - (self.ndim > 1)]
         return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
 
-    def skip_stale(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got its stamp, and their number.
+    def skip_stale(
+        self, flat: torch.Tensor, stamp: torch.Tensor
+    ) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got
+        its stamp, and their number.
 
-        ``stamp`` is the entry ``"sampled_at"`` of the rows' batch. Of windows, it has the stamps of all their rows, and
-        ``flat`` the anchors.
+        ``stamp`` is the entry ``"sampled_at"`` of the rows' batch. Of windows, it has
+        the stamps of all their rows, and ``flat`` the anchors.
         """
         refuse_stamps(stamp, flat.shape[0])
         ring, stamp = self.ring, stamp.to(self.device, torch.int64)
         step = flat if ring.lanes == 1 else flat // ring.lanes
-        if stamp.shape != flat.shape:  # those of the first rows tell those of the anchors: a window lies in one lane
+        # those of the first rows tell those of the anchors: a window lies in one lane
+        if stamp.shape != flat.shape:
             first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]
             stamp = first + (step - first) % ring.steps
         stale = ring.is_stale(flat, stamp) & (flat >= 0)
-        if flat.is_cpu:  # other stamps, and an index out of range, are errors that the caller raises
-            stale &= (ring.is_live(flat) | (stamp % ring.steps == step)) & (flat < self.all_rows().cells)
+        # other stamps, and an index out of range, are errors that the caller raises
+        if flat.is_cpu:
+            stale &= (ring.is_live(flat) | (stamp % ring.steps == step)) & (
+                flat < self.all_rows().cells
+            )
         count = stale.sum()
-        return flat.masked_fill(stale, -1), int(count) if backend_of(flat) == "numba" else count
+        return flat.masked_fill(stale, -1), int(count) if backend_of(
+            flat
+        ) == "numba" else count
 
     @property
     def layout(self) -> RowLayout | None:
@@ -460,12 +601,14 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a whole row in a batch, padding included; 0 until rows are allocated."""
+        """Bytes of a whole row in a batch, padding included; 0 until rows are
+        allocated."""
         return 0 if self.rows is None else self.rows.layout.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows and of the deduplicated observations; 0 until rows are allocated."""
+        """Bytes of all rows and of the deduplicated observations; 0 until rows are
+        allocated."""
         return 0 if self.rows is None else self.rows.nbytes
 
     @property
@@ -495,7 +638,9 @@ class PackedStorage(LazyTensorStorage):
             self.shared_rows.find()  # another process may have allocated them
         if self.rows is None:
             self.refuse_closed()
-            raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
+            raise RuntimeError(
+                "cannot read from a PackedStorage before the first write: its rows have no keys yet"
+            )
         return self.rows
 
     def written_rows(self) -> Rows:
@@ -504,28 +649,36 @@ class PackedStorage(LazyTensorStorage):
         steps = ring.longest
         if live is None or live.cells != steps * ring.lanes:
             live = self.all_rows().first(steps)
-            self.live = None if in_dispatch_mode() else live  # views made in FakeTensorMode have no memory
+            # views made in FakeTensorMode have no memory
+            self.live = None if in_dispatch_mode() else live
         return live
 
     def get(self, index: object) -> Any:
         """Return the transitions at ``index``, or one key of all transitions.
 
         Args:
-            index: a key, an ``int`` or a ``slice`` along time returns a view (a copy for deduplicated keys). A boolean
-                mask, a tuple of one index tensor per dim, or integers of any shape (tensor, list, ``range`` or array)
-                return a copy.
+            index: a key, an ``int`` or a ``slice`` along time returns a view (a copy
+                for deduplicated keys). A boolean mask, a tuple of one index tensor per
+                dim, or integers of any shape (tensor, list, ``range`` or array) return
+                a copy.
 
         Raises:
             RuntimeError: no rows have been allocated yet.
-            IndexError: an index is outside the written rows. (On CUDA, index tensors and lists are not checked.)
+            IndexError: an index is outside the written rows. (On CUDA, index tensors
+                and lists are not checked.)
             KeyError: the key is not stored.
         """
         with self.lock:  # no row of a copy is half written
             found = self.read(index)
-        return found if self.row_class is None or is_key(index) else self.row_class.wrap(found)
+        return (
+            found
+            if self.row_class is None or is_key(index)
+            else self.row_class.wrap(found)
+        )
 
     def read(self, index: Any) -> Any:
-        """Return the transitions at ``index`` as :meth:`get` does, but always as a TensorDict, and without the lock."""
+        """Return the transitions at ``index`` as :meth:`get` does, but always as a
+        TensorDict, and without the lock."""
         rows = self.written_rows()
         if is_key(index):
             return rows.column((index,) if isinstance(index, str) else index)
@@ -534,9 +687,17 @@ class PackedStorage(LazyTensorStorage):
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if is_index(index) and rows.lanes:  # holes are zeros
-            return rows.at_cells(rows.cells_at(from_start(index.to(self.device, torch.int64), rows.steps)))
+            return rows.at_cells(
+                rows.cells_at(
+                    from_start(index.to(self.device, torch.int64), rows.steps)
+                )
+            )
         parts = (index,) if is_index(index) else index
-        if isinstance(parts, tuple) and len(parts) == self.ndim and all(map(is_index, parts)):
+        if (
+            isinstance(parts, tuple)
+            and len(parts) == self.ndim
+            and all(map(is_index, parts))
+        ):
             at = (part.to(self.device, torch.int64) for part in parts)
             cells, *lanes = map(from_start, at, rows.shape)
             for lane, size in zip(lanes, rows.lanes, strict=True):
@@ -557,7 +718,8 @@ class PackedStorage(LazyTensorStorage):
         return self.written_rows().at_cells(flat)
 
     def refuse_holes(self, flat: torch.Tensor) -> None:
-        """Raise an IndexError if a flat index names a row that its lane has not written yet."""
+        """Raise an IndexError if a flat index names a row that its lane has not written
+        yet."""
         holes = self.ring.holes_among(flat)
         if holes is not None and bool(holes.any()):
             step, lane = divmod(int(flat[holes][0]), prod(self.lanes))
@@ -579,7 +741,8 @@ class PackedStorage(LazyTensorStorage):
         tells: bool = True,
         record: Record | None = None,
     ) -> Any:
-        """Write rows after the newest ones, which replace the oldest; return their index, ``[n]`` or ``[n * E, ndim]``.
+        """Write rows after the newest ones, which replace the oldest; return their
+        index, ``[n]`` or ``[n * E, ndim]``.
 
         If there are more rows than slots, the last ones are stored.
 
@@ -587,15 +750,18 @@ class PackedStorage(LazyTensorStorage):
             data: time steps ``[n, *lanes]``; or rows ``[n]`` of single ``lanes``.
             counts: the number of time steps that a writer has written.
             single: whether ``data`` is one time step ``[*lanes]``.
-            lanes: the lane of each row, ``[n]`` integers, those of a lane in time order; or one lane for all rows.
+            lanes: the lane of each row, ``[n]`` integers, those of a lane in time
+                order; or one lane for all rows.
             lanes_first: whether ``data`` is ``[E, n]``.
-            from_slot: remove the rows so far, and begin at this slot; unless it is 0, the data must fill all slots.
+            from_slot: remove the rows so far, and begin at this slot; unless it is 0,
+                the data must fill all slots.
             tells: whether the buffers of the storage are told of the rows.
             record: see ``WritePlan.write``.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
-            ValueError: ``ndim`` is not 2, the number of lanes is not known yet, shapes do not fit, or there is no row.
+            ValueError: ``ndim`` is not 2, the number of lanes is not known yet, shapes
+                do not fit, or there is no row.
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
@@ -622,7 +788,8 @@ class PackedStorage(LazyTensorStorage):
             else:
                 lead = size[:1] + own
             if from_slot is not None or type(lanes) is Beginning:
-                plan.rows.layout.collect(data, lead)  # refuses the data before anything changes
+                # refuses the data before anything changes
+                plan.rows.layout.collect(data, lead)
                 if from_slot is not None:
                     if self.episodes is not None:
                         self.episodes.catch_up()
@@ -632,10 +799,24 @@ class PackedStorage(LazyTensorStorage):
                     plan.rows.forget()
                 elif self.episodes is not None:  # another actor takes the lane over
                     self.episodes.end(lanes)
-            return plan.write(self, data, lead, count, lane, lanes_first, single, counts, tells, record)
+            return plan.write(
+                self,
+                data,
+                lead,
+                count,
+                lane,
+                lanes_first,
+                single,
+                counts,
+                tells,
+                record,
+            )
 
-    def _plan_writes(self, data: TensorDictBase, single: bool, lanes: object, lanes_first: bool) -> WritePlan:
-        """Choose how rows are written; allocate them for ``data`` if this is the first write."""
+    def _plan_writes(
+        self, data: TensorDictBase, single: bool, lanes: object, lanes_first: bool
+    ) -> WritePlan:
+        """Choose how rows are written; allocate them for ``data`` if this is the first
+        write."""
         if lanes is not None:
             self._fix_lanes(data)
         else:
@@ -643,16 +824,24 @@ class PackedStorage(LazyTensorStorage):
         self._enter()
         with torch.inference_mode(False):
             reason = unwritable(self)
-            self.write_plan = plan = TorchWrites(self, reason) if reason else CompiledWrites(self)
+            self.write_plan = plan = (
+                TorchWrites(self, reason) if reason else CompiledWrites(self)
+            )
         return plan
 
     def publish(
-        self, lanes: np.ndarray, counts: np.ndarray, copy: Callable[[], object], then: Then | None = None
+        self,
+        lanes: np.ndarray,
+        counts: np.ndarray,
+        copy: Callable[[], object],
+        then: Then | None = None,
     ) -> None:
-        """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones; ``copy`` stores their bytes.
+        """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones;
+        ``copy`` stores their bytes.
 
-        If the process dies, or the thread is interrupted, the rows are written or missing as a whole; the rows that
-        they were about to replace may be gone. A compiled write does the same.
+        If the process dies, or the thread is interrupted, the rows are written or
+        missing as a whole; the rows that they were about to replace may be gone. A
+        compiled write does the same.
         """
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
@@ -664,17 +853,22 @@ class PackedStorage(LazyTensorStorage):
                 then.plan(ring.publication)
             copy()
             if episodes is not None:
-                episodes.note(lanes, ring.after[WRITTEN][lanes] - kept, kept, counts > kept)
+                episodes.note(
+                    lanes, ring.after[WRITTEN][lanes] - kept, kept, counts > kept
+                )
             ring.publish()
             ring.numbers[REVISION] += 1
             if then is not None:
                 then.tell()
 
-    def scatter(self, steps: torch.Tensor, data: TensorDictBase, then: Then | None = None) -> None:
-        """Write time steps ``[n, *lanes]`` to the slots ``steps``, in host memory; the rows then lose time order.
+    def scatter(
+        self, steps: torch.Tensor, data: TensorDictBase, then: Then | None = None
+    ) -> None:
+        """Write time steps ``[n, *lanes]`` to the slots ``steps``, in host memory; the
+        rows then lose time order.
 
-        A process that dies meanwhile does what :meth:`publish` says. The caller holds the lock; ``then`` is what a
-        writer does with the write.
+        A process that dies meanwhile does what :meth:`publish` says. The caller holds
+        the lock; ``then`` is what a writer does with the write.
         """
         rows, ring, data = self.all_rows(), self.ring, self.as_rows(data, self.ndim)
         leaves = rows.layout.collect(data, steps.shape + rows.lanes)
@@ -701,7 +895,8 @@ class PackedStorage(LazyTensorStorage):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Write in a ``with`` block; an error or an interrupt within it leaves consistent rows and priorities."""
+        """Write in a ``with`` block; an error or an interrupt within it leaves
+        consistent rows and priorities."""
         self._enter()
         if self.ring.dirty:  # a thread was interrupted while it recovered
             self.recover()
@@ -714,11 +909,17 @@ class PackedStorage(LazyTensorStorage):
             raise
 
     def recover(self) -> None:
-        """Finish or give up a write that did not end, and make what follows from the rows agree with them: O(N).
+        """Finish or give up a write that did not end, and make what follows from the
+        rows agree with them: O(N).
 
-        Whoever takes the lock after a process that died calls this method, and a thread whose write was interrupted.
+        Whoever takes the lock after a process that died calls this method, and a thread
+        whose write was interrupted.
         """
-        ring, rows, new = self.ring, self.rows, torch.empty(0, dtype=torch.int64, device="cpu")
+        ring, rows, new = (
+            self.ring,
+            self.rows,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
         if rows is not None:
             new = ring.recover(rows.matrix)
             cells = torch.arange(ring.longest * ring.lanes, device=rows.matrix.device)
@@ -733,10 +934,13 @@ class PackedStorage(LazyTensorStorage):
         if len(new):
             index = coordinates(new, self)
             for each in listeners_of(self):
-                each.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
+                each.mark_update(
+                    torch.stack(index, -1) if isinstance(index, tuple) else index
+                )
 
     def check(self) -> None:
-        """Raise an AssertionError unless serials, episodes and deduplicated entries are as their classes state it."""
+        """Raise an AssertionError unless serials, episodes and deduplicated entries are
+        as their classes state it."""
         with self.lock:
             self.ring.check()
             if self.episodes is not None and self.in_time_order:
@@ -744,25 +948,37 @@ class PackedStorage(LazyTensorStorage):
             if isinstance(self.rows, DedupRows):
                 self.rows.entries.check(self.ring.serials)
 
-    def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
+    def set(
+        self,
+        cursor: Any,
+        data: TensorDictBase | Sequence[TensorDictBase],
+        *,
+        set_cursor: bool = True,
+    ) -> None:
         """Write transitions at ``cursor``.
 
         Args:
-            cursor: time steps: an ``int``, ``slice``, ``range``, list, or integer tensor or array. A boolean mask or a
-                tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
-            data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
-                per selected row. A list of TensorDicts is stacked.
-            set_cursor: if ``True``, these are new time steps, as in TorchRL. Those beyond the written steps must follow
-                them without gaps. Steps that do not follow the newest one give up time order, see
-                :attr:`in_time_order`. Pass ``False`` to edit stored rows: they keep their age and their priorities. A
-                process that is killed during such an edit may leave these rows half changed.
+            cursor: time steps: an ``int``, ``slice``, ``range``, list, or integer
+                tensor or array. A boolean mask or a tuple of one index per dim replaces
+                written transitions. If an index is repeated, its last row is kept.
+            data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for
+                a mask or tuple, one transition per selected row. A list of TensorDicts
+                is stacked.
+            set_cursor: if ``True``, these are new time steps, as in TorchRL. Those
+                beyond the written steps must follow them without gaps. Steps that do
+                not follow the newest one give up time order, see :attr:`in_time_order`.
+                Pass ``False`` to edit stored rows: they keep their age and their
+                priorities. A process that is killed during such an edit may leave these
+                rows half changed.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
             IndexError: an index is out of range; nothing has been written.
             TypeError: ``data`` is not a TensorDict.
         """
-        single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        single = isinstance(cursor, int | np.integer) or (
+            isinstance(cursor, torch.Tensor) and not cursor.ndim
+        )
         selects = isinstance(cursor, tuple) or is_mask(cursor)
         data = self.as_rows(data, 1 if selects else self.ndim - single)
         with self.lock:  # writes of a buffer already hold the lock
@@ -773,19 +989,35 @@ class PackedStorage(LazyTensorStorage):
                     "the lanes stand at unlike steps, because single lanes were written: write with rb.extend or "
                     "rb.add, which continue each lane"
                 )
-            total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
-            steps = as_steps(cursor, total, 0 if self.rows is None else self.ring.longest, set_cursor)
+            total = self._max_size_along_dim0(
+                **{"single_data" if single else "batched_data": data}
+            )
+            steps = as_steps(
+                cursor, total, 0 if self.rows is None else self.ring.longest, set_cursor
+            )
             if not single and data.batch_size[:1] != steps.shape:
-                raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
+                raise SchemaError(
+                    f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions"
+                )
             rows, ring = self._admit(data, single), self.ring
             if not set_cursor:
                 cells = rows.cells_at(torch.from_numpy(steps))
                 return self._replace(cells[0] if single else cells, data)
-            first, is_range = int(steps[0]), (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all()
+            first, is_range = (
+                int(steps[0]),
+                (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all(),
+            )
             if is_range and (first == ring.cursor or len(steps) >= ring.steps):
-                self.advance(data, single=single, from_slot=None if first == ring.cursor else first, tells=False)
+                self.advance(
+                    data,
+                    single=single,
+                    from_slot=None if first == ring.cursor else first,
+                    tells=False,
+                )
             else:
-                self.scatter(torch.from_numpy(steps), data.unsqueeze(0) if single else data)
+                self.scatter(
+                    torch.from_numpy(steps), data.unsqueeze(0) if single else data
+                )
 
     def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
         """Replace the rows at flat indices of any shape."""
@@ -797,15 +1029,21 @@ class PackedStorage(LazyTensorStorage):
             rows.replace_(cells, leaves)
 
     def _refuse_shared(self, keys: Iterable[tuple[str, ...]]) -> None:
-        """Raise a SchemaError if one of the keys is deduplicated, because other rows share its values."""
+        """Raise a SchemaError if one of the keys is deduplicated, because other rows
+        share its values."""
         shared = sorted(self.deduplicated.keys() & {*keys})
         if shared:
-            remedy = "leave it out of share_next and frames to edit it, or write new rows"
-            raise SchemaError(f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}")
+            remedy = (
+                "leave it out of share_next and frames to edit it, or write new rows"
+            )
+            raise SchemaError(
+                f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}"
+            )
 
     @contextmanager
     def _editing(self) -> Iterator[None]:
-        """Edit rows in a ``with`` block: what is derived from them is then computed again."""
+        """Edit rows in a ``with`` block: what is derived from them is then computed
+        again."""
         self._enter()
         try:
             yield
@@ -818,15 +1056,19 @@ class PackedStorage(LazyTensorStorage):
         else:
             self.set(index, value, set_cursor=False)
 
-    def edit(self, change: Callable[[TensorDictBase], object], region: object = None) -> None:
+    def edit(
+        self, change: Callable[[TensorDictBase], object], region: object = None
+    ) -> None:
         """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
 
         Args:
             change: a function of a TensorDict.
-            region: selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
+            region: selects the rows like an index of a tensor ``[T, *lanes]``; ``None``
+                selects all written rows.
 
         Raises:
-            IndexError: the region is out of range, or contains holes; nothing has been written.
+            IndexError: the region is out of range, or contains holes; nothing has been
+                written.
             SchemaError: a deduplicated entry has changed; nothing has been written.
         """
         with self.lock:
@@ -847,80 +1089,111 @@ class PackedStorage(LazyTensorStorage):
             before = {key: data.get(key).clone() for key in self.deduplicated}
             change(data)
             leaves = rows.layout.collect(data, cells.shape)
-            self._refuse_shared(key for key, old in before.items() if not same_bytes(old, data.get(key)))
+            self._refuse_shared(
+                key for key, old in before.items() if not same_bytes(old, data.get(key))
+            )
             if holes is not None:
-                cells, leaves = flat[~holes], [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves]
+                cells, leaves = (
+                    flat[~holes],
+                    [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves],
+                )
             with self._editing():
                 rows.replace_(cells, leaves)
 
     def edit_all(self, change: Callable[[TensorDictBase], object]) -> None:
-        """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
+        """Edit all rows in place with torch's in-place operations; an error in any
+        entry changes nothing."""
         with self.lock:
-            if self.written_rows().dedup is None:  # `edit` changes a copy of deduplicated rows
+            # `edit` changes a copy of deduplicated rows
+            if self.written_rows().dedup is None:
                 meta = torch.device("meta")
-                example = self.written_rows().view().apply(partial(torch.empty_like, device=meta), device=meta)
+                example = (
+                    self.written_rows()
+                    .view()
+                    .apply(partial(torch.empty_like, device=meta), device=meta)
+                )
                 change(cast("TensorDict", example))
             self.edit(change)
 
-    def edit_entries(self, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices ``cells``.
+    def edit_entries(
+        self, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]
+    ) -> None:
+        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices
+        ``cells``.
 
-        The revision stays the same, so that a trajectory index does not read all rows again.
+        The revision stays the same, so that a trajectory index does not read all rows
+        again.
         """
         self._refuse_shared(values)
         with self.lock:
             rows, numbers = self.written_rows(), cells.cpu().numpy()
             if len(numbers) and numbers.max() >= rows.cells:
-                raise IndexError(f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written")
+                raise IndexError(
+                    f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
+                )
             self.refuse_holes(cells)
             self._enter()
             numbers, leaves = last_of_each(numbers, [*values.values()])
-            where, columns = torch.from_numpy(numbers).to(cells.device), rows.unpack(rows.matrix)
+            where, columns = (
+                torch.from_numpy(numbers).to(cells.device),
+                rows.unpack(rows.matrix),
+            )
             for key, leaf in zip(values, leaves, strict=True):
                 columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
 
     # -- allocating rows
 
     def reserve(self, schema: TensorDictBase) -> None:
-        """Allocate the rows before the first write, for transitions with the keys of ``schema``.
+        """Allocate the rows before the first write, for transitions with the keys of
+        ``schema``.
 
-        If the first write has more keys, such as a policy's outputs, the rows are allocated again. Rows that processes
-        share are not.
+        If the first write has more keys, such as a policy's outputs, the rows are
+        allocated again. Rows that processes share are not.
 
         Args:
             schema: an example of one time step, ``[*lanes]``, or the result of
                 :func:`~rlbuf_td.schema_of`.
 
         Raises:
-            RuntimeError: the rows are already allocated; with ``reopen``, those of an earlier process are checked.
-            SchemaError: these rows lack an entry of the schema, or the schema has too few batch dims, a lane dim of
-                size 0, or an entry without a fixed size.
+            RuntimeError: the rows are already allocated; with ``reopen``, those of an
+                earlier process are checked.
+            SchemaError: these rows lack an entry of the schema, or the schema has too
+                few batch dims, a lane dim of size 0, or an entry without a fixed size.
         """
         schema = self.as_rows(schema, self.ndim - 1)
         if self.reopen and self.rows is not None:
             self._refuse_other_schema(schema)
             return
         if self.rows is not None:
-            raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
+            raise RuntimeError(
+                "the rows of this storage are already allocated: reserve them before the first write"
+            )
         if "index" in schema.keys():
             refuse_index()
         self._fix_rows(schema, self.ndim - 1)
-        self.is_reserved = self.shared_rows is None  # otherwise other processes may use these rows
+        # otherwise other processes may use these rows
+        self.is_reserved = self.shared_rows is None
 
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
-        """Raise a SchemaError unless the rows that an earlier process has left have the entries of ``schema``."""
+        """Raise a SchemaError unless the rows that an earlier process has left have the
+        entries of ``schema``."""
         found = {leaf.key: leaf for leaf in self.all_rows().layout.leaves}
         if schema.batch_size[: self.ndim - 1] != self.lanes:
-            raise SchemaError(f"the rows in {self.scratch_dir} have lanes {[*self.lanes]}, got {[*schema.batch_size]}")
+            raise SchemaError(
+                f"the rows in {self.scratch_dir} have lanes {[*self.lanes]}, got {[*schema.batch_size]}"
+            )
         for leaf in RowLayout(schema, self.ndim - 1).leaves:
             other = found.get(leaf.key)
             if other != leaf:
                 stored = "none" if other is None else kind(other.dtype, other.shape)
                 given = f"{leaf.name} is {kind(leaf.dtype, leaf.shape)} in the schema, {stored} in {self.scratch_dir}"
-                raise SchemaError(f"{given}: reopen the rows with the schema that they have, or choose another folder")
+                raise SchemaError(
+                    f"{given}: reopen the rows with the schema that they have, or choose another folder"
+                )
 
     def as_rows(self, data: object, lead_dims: int) -> TensorDictBase:
-        """Return data of any class that this storage takes as a TensorDict; ``lead_dims`` of its dims number rows."""
+        """Return data of any class that this storage takes as a TensorDict;
+        ``lead_dims`` of its dims number rows."""
         if type(data) is TensorDict:
             return data
         found, row_class = unwrap(stacked(data), lead_dims)
@@ -935,7 +1208,8 @@ class PackedStorage(LazyTensorStorage):
         return found
 
     def _enter(self) -> None:
-        """Refuse or warn of the first change of rows that are not shared in a forked process."""
+        """Refuse or warn of the first change of rows that are not shared in a forked
+        process."""
         if self.shared_rows is not None or self.process == os.getpid():
             return
         if self.all_rows().is_mapped:
@@ -963,7 +1237,8 @@ class PackedStorage(LazyTensorStorage):
         return self.all_rows()
 
     def _fix_lanes(self, data: TensorDictBase) -> None:
-        """Allocate rows for the first write to single lanes; a ValueError if the number of lanes is unknown."""
+        """Allocate rows for the first write to single lanes; a ValueError if the number
+        of lanes is unknown."""
         if self.ndim != 2:
             raise ValueError(
                 f"lanes= needs a storage [T, E], PackedStorage(max_size, ndim=2), this one has ndim={self.ndim}"
@@ -977,10 +1252,17 @@ class PackedStorage(LazyTensorStorage):
                 "lanes=E)"
             )
         if self.rows is None or self.is_reserved:
-            self._fix_rows(cast("TensorDictBase", data[:1]).exclude("index").squeeze(0).expand(lanes), 1)
+            self._fix_rows(
+                cast("TensorDictBase", data[:1])
+                .exclude("index")
+                .squeeze(0)
+                .expand(lanes),
+                1,
+            )
 
     def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> None:
-        """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
+        """Allocate rows for ``data``; reserved rows are kept if they fit and released
+        otherwise."""
         ndim = self.ndim
         self.refuse_closed()
         if data.batch_dims < lead_dims:
@@ -990,8 +1272,13 @@ class PackedStorage(LazyTensorStorage):
             )
         if self.row_class is not None:
             self.row_class.refuse_other(data)
-        if self.lanes_wanted is not None and self.lanes_wanted != data.batch_size[lead_dims - 1]:
-            raise SchemaError(f"data of batch size {[*data.batch_size]} does not fit lanes={self.lanes_wanted}")
+        if (
+            self.lanes_wanted is not None
+            and self.lanes_wanted != data.batch_size[lead_dims - 1]
+        ):
+            raise SchemaError(
+                f"data of batch size {[*data.batch_size]} does not fit lanes={self.lanes_wanted}"
+            )
         layout = RowLayout(data, lead_dims)
         self.refuse_layout(layout)
         dedup = DedupLayout.chosen_for(layout, self.dedup_options)
@@ -1002,37 +1289,52 @@ class PackedStorage(LazyTensorStorage):
                 self.release()
         if self.rows is None:
             lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
-            device = None if data.device is None or data.device.type == "meta" else data.device
+            device = (
+                None
+                if data.device is None or data.device.type == "meta"
+                else data.device
+            )
             self.adopt(self.make_rows(layout, lanes, device, dedup))
         self.is_reserved = False
 
     def refuse_layout(self, layout: RowLayout) -> None:
-        """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
+        """Let each buffer of the storage refuse rows of this layout (SchemaError)
+        before they are allocated."""
         for each in listeners_of(self).own():
             each._refuse_schema(layout)
 
     def take_class(self, row_class: RowClass | None) -> None:
-        """Set the class of the rows before they are written; raise a SchemaError if other rows have another class.
+        """Set the class of the rows before they are written; raise a SchemaError if
+        other rows have another class.
 
         ``None`` stands for TensorDicts, which are rows of any class.
         """
         with self.lock:
             if not len(self):
-                if row_class is not None and self.rows is not None:  # of a reserved or emptied storage
+                # of a reserved or emptied storage
+                if row_class is not None and self.rows is not None:
                     row_class.refuse_other(self.rows.view())
                 self.row_class = row_class
             elif row_class is not None and row_class != self.row_class:
                 own = "TensorDict" if self.row_class is None else self.row_class.name
-                raise SchemaError(f"cannot write {row_class.name}: the rows of this storage are read as {own}")
+                raise SchemaError(
+                    f"cannot write {row_class.name}: the rows of this storage are read as {own}"
+                )
 
     def steps_for(self, lanes: torch.Size) -> int:
         """Return T, the slots of each of ``lanes``."""
         if not prod(lanes):
-            raise SchemaError(f"cannot store transitions without lanes: the batch dims after time are {tuple(lanes)}")
+            raise SchemaError(
+                f"cannot store transitions without lanes: the batch dims after time are {tuple(lanes)}"
+            )
         return -(-self.max_size // prod(lanes))
 
     def make_rows(
-        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
+        self,
+        layout: RowLayout,
+        lanes: torch.Size,
+        device: torch.device | None,
+        dedup: DedupLayout | None,
     ) -> Rows:
         """Allocate rows; ``device`` is that of the first data."""
         shape, folder = torch.Size([self.steps_for(lanes), *lanes]), self.scratch_dir
@@ -1043,37 +1345,75 @@ class PackedStorage(LazyTensorStorage):
         nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
         sparse = None if sections is None else (sections.likely, sections.fixed)
         what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
-        purpose = Purpose(what + (" with what they share" if dedup else ""), self._remedy(layout), self.is_reserved)
-        if folder is not None and (self.existsok or self.reopen):  # rows without a description hold no data
+        purpose = Purpose(
+            what + (" with what they share" if dedup else ""),
+            self._remedy(layout),
+            self.is_reserved,
+        )
+        # rows without a description hold no data
+        if folder is not None and (self.existsok or self.reopen):
             (folder / ROWS_FILE).unlink(missing_ok=True)
-        with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
-            shared = self.shared_rows.file if self.shared_rows is not None and folder is None else None
-            memory = allocate_bytes(nbytes, place, purpose, scratch_dir=folder, shared=shared, sparse=sparse)
-            # For longer rows, huge pages cost more at the first write than they save in reads.
+        # rows allocated in inference mode could not be written outside it
+        with torch.inference_mode(False):
+            shared = (
+                self.shared_rows.file
+                if self.shared_rows is not None and folder is None
+                else None
+            )
+            memory = allocate_bytes(
+                nbytes, place, purpose, scratch_dir=folder, shared=shared, sparse=sparse
+            )
+            # For longer rows, huge pages cost more at the first write than they save in
+            # reads.
             if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
             if self.auto_cleanup and folder is not None:
                 weakref.finalize(self, delete_rows_file, folder, os.getpid())
             return self._rows_in(memory, layout, shape, dedup)
 
-    def map_rows(self, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+    def map_rows(
+        self, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None
+    ) -> Rows:
         """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
-        nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, shape).total
+        nbytes = (
+            prod(shape) * layout.row_bytes
+            if dedup is None
+            else Sections.of(dedup, shape).total
+        )
         with torch.inference_mode(False):
             folder = self.scratch_dir
-            file = RowsFile.open(folder, nbytes) if folder else cast("SharedRows", self.shared_rows).file
+            file = (
+                RowsFile.open(folder, nbytes)
+                if folder
+                else cast("SharedRows", self.shared_rows).file
+            )
             return self._rows_in(file.map(nbytes), layout, shape, dedup)
 
-    def _rows_in(self, block: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+    def _rows_in(
+        self,
+        block: torch.Tensor,
+        layout: RowLayout,
+        shape: torch.Size,
+        dedup: DedupLayout | None,
+    ) -> Rows:
         if dedup is not None:
-            return DedupRows(dedup, block, shape, None if self.scratch_dir is None else RowsFile(self.scratch_dir))
+            return DedupRows(
+                dedup,
+                block,
+                shape,
+                None if self.scratch_dir is None else RowsFile(self.scratch_dir),
+            )
         rows = PlainRows(layout, block.view(*shape, layout.row_bytes))
         rows.is_mapped = self.scratch_dir is not None
         return rows
 
     def _remedy(self, layout: RowLayout) -> str:
         largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
-        elsewhere = "another scratch_dir" if self.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
+        elsewhere = (
+            "another scratch_dir"
+            if self.scratch_dir
+            else "scratch_dir=..., which keeps the rows in a file"
+        )
         if self.device != "auto" and torch.device(self.device).type != "cpu":
             elsewhere = "keep the rows on the CPU and move batches with ReplayBuffer(device=...)"
         return (
@@ -1082,9 +1422,14 @@ class PackedStorage(LazyTensorStorage):
         )
 
     def adopt(self, rows: Rows) -> None:
-        """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
+        """Make ``rows`` the rows of this storage, and set the attributes that TorchRL
+        reads."""
         self._take_edits()
-        episodes = None if self.rows is None or self.rows.shape != rows.shape else self.episodes
+        episodes = (
+            None
+            if self.rows is None or self.rows.shape != rows.shape
+            else self.episodes
+        )
         if self.rows is None or self.rows.shape != rows.shape:
             before, lanes = self._ring, prod(rows.lanes)
             self._ring = Ring(rows.steps, lanes)
@@ -1102,18 +1447,23 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def _storage(self) -> Any:
-        """The entries of all rows, which TorchRL reads; another object after somebody has moved their memory."""
+        """The entries of all rows, which TorchRL reads; another object after somebody
+        has moved their memory."""
         return None if self.rows is None else self.rows.exported.entries(self.rows.view)
 
     @_storage.setter
     def _storage(self, entries: None) -> None:  # TorchRL's constructor sets it
         if entries is not None:
-            raise AttributeError("the rows of a PackedStorage cannot be replaced: write with set, or load a state")
+            raise AttributeError(
+                "the rows of a PackedStorage cannot be replaced: write with set, or load a state"
+            )
 
     def close(self) -> None:
-        """Release the rows: free their memory, or let another process continue those in ``scratch_dir``.
+        """Release the rows: free their memory, or let another process continue those in
+        ``scratch_dir``.
 
-        Later reads and writes raise a RuntimeError. Views of the rows that were made before stay valid.
+        Later reads and writes raise a RuntimeError. Views of the rows that were made
+        before stay valid.
         """
         with self.lock:
             shared, self.is_closed = self.shared_rows, True
@@ -1124,18 +1474,26 @@ class PackedStorage(LazyTensorStorage):
     def refuse_closed(self) -> None:
         """Raise a RuntimeError if :meth:`close` has released the rows."""
         if self.is_closed:
-            raise RuntimeError("this storage has been closed: make another one (reopen=True continues rows in a file)")
+            raise RuntimeError(
+                "this storage has been closed: make another one (reopen=True continues rows in a file)"
+            )
 
     def release(self) -> None:
         """Free reserved rows; raise a RuntimeError if rows have been written."""
         if len(self):
-            raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
-        self.rows = self.live = self.episodes = self.write_plan = None  # the ring stays: no stamp will match
+            raise RuntimeError(
+                "rows that have been written cannot be released: empty the buffer instead"
+            )
+        # the ring stays: no stamp will match
+        self.rows = self.live = self.episodes = self.write_plan = None
         if self.scratch_dir is not None:
             (self.scratch_dir / ROWS_FILE).unlink()
 
-    def _max_size_along_dim0(self, *, single_data: object = None, batched_data: object = None) -> int:
-        """Return the capacity in time steps; before the first write, the data tells the number of lanes."""
+    def _max_size_along_dim0(
+        self, *, single_data: object = None, batched_data: object = None
+    ) -> int:
+        """Return the capacity in time steps; before the first write, the data tells the
+        number of lanes."""
         if self.rows is not None:
             return self.rows.steps
         if self.ndim == 1:
@@ -1154,18 +1512,21 @@ class PackedStorage(LazyTensorStorage):
         self._ring.numbers[REVISION] += 1
 
     def share_memory_(self) -> Self:
-        """Share the rows with processes that are forked later, or that are spawned and receive this storage.
+        """Share the rows with processes that are forked later, or that are spawned and
+        receive this storage.
 
-        Rows in RAM move to shared memory. If no rows are allocated yet, the first process that writes allocates them.
-        The storage's ``lock`` admits one process at a time. If a process dies during a write, the new rows are missing,
-        and the rows that they were about to replace may be gone. All of them must have numba, or none: others disagree
-        about episodes.
+        Rows in RAM move to shared memory. If no rows are allocated yet, the first
+        process that writes allocates them. The storage's ``lock`` admits one process at
+        a time. If a process dies during a write, the new rows are missing, and the rows
+        that they were about to replace may be gone. All of them must have numba, or
+        none: others disagree about episodes.
 
         Cost: one copy of all rows in RAM.
 
         Raises:
             ValueError: the rows are not on the CPU.
-            MemoryError: the written rows do not fit into shared memory a second time; nothing has changed.
+            MemoryError: the written rows do not fit into shared memory a second time;
+                nothing has changed.
         """
         self._share()
         return self
@@ -1181,9 +1542,17 @@ class PackedStorage(LazyTensorStorage):
         import_kernels()
         with self.lock:
             rows = self.rows
-            written = None if rows is None or self.scratch_dir is not None else self.written_rows()  # to be copied
+            # to be copied
+            written = (
+                None
+                if rows is None or self.scratch_dir is not None
+                else self.written_rows()
+            )
             if written is not None:
-                nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.used_entries()))
+                nbytes = sum(
+                    tensor.nbytes
+                    for tensor in (written.matrix, *written.used_entries())
+                )
                 require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
             self.device = torch.device("cpu")
             self.shared_rows = shared = SharedRows(self)
@@ -1193,29 +1562,42 @@ class PackedStorage(LazyTensorStorage):
                 lock.keep_in(head_file)
             self.is_reserved = False  # reserved rows can no longer be replaced
             if rows is not None:
-                self.adopt(rows if written is None else self.map_rows(rows.layout, rows.shape, rows.dedup))
+                self.adopt(
+                    rows
+                    if written is None
+                    else self.map_rows(rows.layout, rows.shape, rows.dedup)
+                )
             if written is not None:
                 self.all_rows().restore_(written.matrix, written.used_entries())
             self.shared = self.scratch_dir is None
             self.lock, self.live = lock, None
 
     def _share_memory_(self) -> None:
-        """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets call this method.
+        """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets
+        call this method.
 
-        Rows that :meth:`reserve` has allocated are shared after the first write, which may allocate them again.
+        Rows that :meth:`reserve` has allocated are shared after the first write, which
+        may allocate them again.
         """
         if not self.is_reserved and str(self.device).startswith("cpu"):
             self.share_memory_()
 
     def _fork_safe(self) -> bool:
-        """Return whether a forked process has as many rows as its length says; the workers of a DataLoader ask."""
-        return self.shared_rows is not None or self.rows is None or self.device.type != "cpu"
+        """Return whether a forked process has as many rows as its length says; the
+        workers of a DataLoader ask."""
+        return (
+            self.shared_rows is not None
+            or self.rows is None
+            or self.device.type != "cpu"
+        )
 
     def _make_init_directory(self) -> None:
-        """Do nothing. TorchRL's collectors require this method before they let workers initialize the storage."""
+        """Do nothing. TorchRL's collectors require this method before they let workers
+        initialize the storage."""
 
     def state_dict(self) -> State:
-        """Return the layout, the counters, and a copy of the rows, on the same device."""
+        """Return the layout, the counters, and a copy of the rows, on the same
+        device."""
         found = self.snapshot()
         if "rows" in found:
             found["rows"] = found["rows"].clone()
@@ -1233,23 +1615,31 @@ class PackedStorage(LazyTensorStorage):
             "_len": len(self),
             "reserved": self.is_reserved,
             "ring": self.ring.state(),
-            "episodes": None if self.episodes is None else self.episodes.saved(self.ring.longest),
+            "episodes": None
+            if self.episodes is None
+            else self.episodes.saved(self.ring.longest),
             "layout": rows.layout.state(),
             "rows": self.written_rows().given,
             "row_class": None if self.row_class is None else self.row_class.state(),
         }
         if rows.dedup is not None:
-            found |= {"deduplicated": rows.dedup.state(), "entries": [alias_of(each) for each in rows.used_entries()]}
+            found |= {
+                "deduplicated": rows.dedup.state(),
+                "entries": [alias_of(each) for each in rows.used_entries()],
+            }
         return found
 
     def load_state_dict(self, state_dict: State) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
 
-        A load ends unfinished trajectories that have ids, because collectors made after the load reuse the ids.
+        A load ends unfinished trajectories that have ids, because collectors made after
+        the load reuse the ids.
 
         Raises:
-            SchemaError: the saved rows have other keys, dtypes or shapes; nothing has changed.
-            ValueError: the capacity or lanes do not fit, a number is wrong, or the state is of another kind of storage.
+            SchemaError: the saved rows have other keys, dtypes or shapes; nothing has
+                changed.
+            ValueError: the capacity or lanes do not fit, a number is wrong, or the
+                state is of another kind of storage.
         """
         self.load(state_dict)
         self.end_trajectories()
@@ -1264,22 +1654,31 @@ class PackedStorage(LazyTensorStorage):
     def load_newest(self, source: PackedStorage) -> Moves:
         """Replace the rows by the newest rows of ``source``, in RAM, that fit.
 
-        They lie in the same cells if the capacities are equal; otherwise, those of each lane from slot 0 on. Return
-        their cells in ``source``, and in this storage, ``[n]`` each.
+        They lie in the same cells if the capacities are equal; otherwise, those of each
+        lane from slot 0 on. Return their cells in ``source``, and in this storage,
+        ``[n]`` each.
         """
         layout, dedup, device = source.all_rows().layout, source.dedup, source.device
         self._empty()
         if self.rows is not None and self.rows.layout != layout:
             self.release()
         if self.rows is None:
-            self.adopt(self.make_rows(layout, source.lanes, device, self.dedup_for(layout, dedup)))
+            self.adopt(
+                self.make_rows(
+                    layout, source.lanes, device, self.dedup_for(layout, dedup)
+                )
+            )
         self.is_reserved = source.is_reserved
         self.take_class(source.row_class)
         rows, ring, theirs = self.all_rows(), self.ring, source.ring
         count = np.minimum(theirs.count, ring.steps)
         first = theirs.written - count
-        ring.skip(first if ring.steps == theirs.steps else ring.steps * (first > 0))  # > 0: rows before are gone
-        since, to = theirs.cells_from(first, count), ring.cells_from(ring.written, count)
+        # > 0: rows before are gone
+        ring.skip(first if ring.steps == theirs.steps else ring.steps * (first > 0))
+        since, to = (
+            theirs.cells_from(first, count),
+            ring.cells_from(ring.written, count),
+        )
         steps = int(extents(ring.tail, ring.written + count, ring.steps).max())
         if len(to) < steps * ring.lanes:
             rows.matrix[:steps].zero_()  # some are holes
@@ -1294,16 +1693,21 @@ class PackedStorage(LazyTensorStorage):
         if len(to):
             lanes = np.flatnonzero(count)
             self.publish(lanes, count[lanes], copy)
-        saved = None if source.episodes is None else source.episodes.saved(theirs.longest)
+        saved = (
+            None if source.episodes is None else source.episodes.saved(theirs.longest)
+        )
         if saved is not None:
             back = torch.zeros(ring.lanes, steps, dtype=torch.int32, device="cpu")
-            back[to % ring.lanes, to // ring.lanes] = saved["back"][since % ring.lanes, since // ring.lanes]
+            back[to % ring.lanes, to // ring.lanes] = saved["back"][
+                since % ring.lanes, since // ring.lanes
+            ]
             saved["back"] = back
         self.load_episodes(saved)
         return since, to
 
     def examine(self, content: State, folder: Path | None = None) -> SavedRows | None:
-        """Check a state before it is loaded; return its rows, or None if it has no rows to load.
+        """Check a state before it is loaded; return its rows, or None if it has no rows
+        to load.
 
         Without a ``folder`` of files, rows keep their cells, or are refused.
         """
@@ -1318,9 +1722,14 @@ class PackedStorage(LazyTensorStorage):
             if content.get("reserved", False) and self.rows is not None:
                 return None
             RowClass.refuse_state(content.get("row_class"))
-            saved, (tail, written, _) = SavedRows(self, content, folder), content["ring"]["head"]
+            saved, (tail, written, _) = (
+                SavedRows(self, content, folder),
+                content["ring"]["head"],
+            )
             own, steps = saved.capacity, saved.steps
-            moves = (tail % steps > 0) | (written - tail == steps) | (written - tail > own)
+            moves = (
+                (tail % steps > 0) | (written - tail == steps) | (written - tail > own)
+            )
             if folder is None and steps != own and bool(moves.any()):
                 raise ValueError(
                     f"the rows of a full buffer, with gaps, or of more than {own} time steps were saved with a "
@@ -1330,21 +1739,28 @@ class PackedStorage(LazyTensorStorage):
 
     @staticmethod
     def of_state(content: State) -> PackedStorage:
-        """Return a storage in RAM with the rows of a state, in the form and of the capacity that they were saved in."""
+        """Return a storage in RAM with the rows of a state, in the form and of the
+        capacity that they were saved in."""
         lanes = content["rows"].shape[1:-1]
         size = content["ring"]["steps"] * prod(lanes)
-        storage = PackedStorage(size, ndim=1 + len(lanes), share_next="deduplicated" in content)
+        storage = PackedStorage(
+            size, ndim=1 + len(lanes), share_next="deduplicated" in content
+        )
         storage.load(content)
         return storage
 
-    def dedup_for(self, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-        """Return the saved layout of deduplicated rows, or choose one; None if this storage does not deduplicate."""
+    def dedup_for(
+        self, layout: RowLayout, saved: DedupLayout | None
+    ) -> DedupLayout | None:
+        """Return the saved layout of deduplicated rows, or choose one; None if this
+        storage does not deduplicate."""
         if self.dedup_options and saved is not None:
             return DedupLayout(layout, saved.chosen)
         return DedupLayout.chosen_for(layout, self.dedup_options)
 
     def restore_counters(self, content: State) -> None:
-        """Restore the counters of a state, whose rows are here; updates skip all batches that were sampled before."""
+        """Restore the counters of a state, whose rows are here; updates skip all
+        batches that were sampled before."""
         self.is_reserved = content.get("reserved", False)
         self.row_class = RowClass.of_state(content.get("row_class"))
         self.ring.load(content["ring"], self.all_rows().matrix.device)
@@ -1355,12 +1771,14 @@ class PackedStorage(LazyTensorStorage):
         self.ring.finish()
 
     def begin_load(self) -> None:
-        """Give up all rows, before others are loaded in their place; :meth:`restore_counters` ends this."""
+        """Give up all rows, before others are loaded in their place;
+        :meth:`restore_counters` ends this."""
         self._enter()
         self.ring.give_up()
 
     def end_trajectories(self) -> None:
-        """After a load, end unfinished trajectories that have ids: new collectors and recorders reuse the ids."""
+        """After a load, end unfinished trajectories that have ids: new collectors and
+        recorders reuse the ids."""
         if self.episodes is not None and self.episodes.id_key is not None:
             self.episodes.refresh()
             self.episodes.end()
@@ -1385,28 +1803,39 @@ class PackedStorage(LazyTensorStorage):
     register_load_hook = register_save_hook
 
     def dumps(self, path: str | Path) -> None:
-        """Save :meth:`state_dict` to a folder. :meth:`ReplayBuffer.dumps` takes no copy in RAM, and survives a kill."""
+        """Save :meth:`state_dict` to a folder. :meth:`ReplayBuffer.dumps` takes no copy
+        in RAM, and survives a kill."""
         Path(path).mkdir(parents=True, exist_ok=True)
         torch.save(self.state_dict(), Path(path, _STATE_FILE))
 
     def loads(self, path: str | Path) -> None:
-        """Load a dump of :meth:`dumps` as :meth:`load_state_dict` does; no code from the dump is executed."""
+        """Load a dump of :meth:`dumps` as :meth:`load_state_dict` does; no code from
+        the dump is executed."""
         file = Path(path, _STATE_FILE)
         if not file.exists():
             remedy = "ReplayBuffer.from_torchrl(folder) reads dumps of TorchRL's buffers over other storages"
-            raise FileNotFoundError(f"{file} is missing, so that this is no dump of a PackedStorage: {remedy}")
+            raise FileNotFoundError(
+                f"{file} is missing, so that this is no dump of a PackedStorage: {remedy}"
+            )
         try:
             content = torch.load(file, weights_only=True)
         except (RuntimeError, UnpicklingError, EOFError) as error:
-            raise ValueError(f"{file} is damaged, or no dump of a PackedStorage: {error}") from error
+            raise ValueError(
+                f"{file} is damaged, or no dump of a PackedStorage: {error}"
+            ) from error
         self.load_state_dict(content)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
+        """Return the state to pickle: shared memory for a spawned process, otherwise a
+        copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | dict.fromkeys(("_rng", "live", "rows", "_ring", "episodes", "write_plan"))
-        kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+            return vars(self) | dict.fromkeys(
+                ("_rng", "live", "rows", "_ring", "episodes", "write_plan")
+            )
+        kept = {
+            name: value for name, value in vars(self).items() if name not in _NOT_COPIED
+        }
         saved = self.revision, self.state_dict()
         return kept | {
             "_rng": None,
@@ -1420,7 +1849,8 @@ class PackedStorage(LazyTensorStorage):
     def __setstate__(self, pickled: State) -> None:
         saved = pickled.pop("_saved", None)
         self.__dict__.update(pickled)
-        if isinstance(self._attached_entities_list, list):  # data sets of TorchRL's next release put an empty one there
+        # data sets of TorchRL's next release put an empty one there
+        if isinstance(self._attached_entities_list, list):
             self._attached_entities_list = Listeners(self._attached_entities_list)
         if saved is not None:
             revision, content = saved
@@ -1428,7 +1858,8 @@ class PackedStorage(LazyTensorStorage):
             if self.shared:
                 self.share_memory_()
             self.load(content)  # a copy continues open trajectories
-            self._ring.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
+            # what was cached for the original is valid for the copy
+            self._ring.numbers[REVISION] = revision
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)

@@ -1,8 +1,9 @@
 """Rows that several processes share, and forks beside threads.
 
-``os.fork`` copies the memory of a process, but only the thread that forks: a child inherits the locks of other threads
-as held, and their rows half written. While a process forks, this module therefore holds the lock of each storage, so
-that no other thread is inside a write, a draw or an update, and the lock of numba's compiler.
+``os.fork`` copies the memory of a process, but only the thread that forks: a child
+inherits the locks of other threads as held, and their rows half written. While a
+process forks, this module therefore holds the lock of each storage, so that no other
+thread is inside a write, a draw or an update, and the lock of numba's compiler.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
 _PAGE = 4096
-_LONGEST = 10.0  # seconds; otherwise, a thread that waits for the forking thread would stop both for ever
+# seconds; otherwise, a thread that waits for the forking thread would stop both for
+# ever
+_LONGEST = 10.0
 _storages: WeakSet[Any] = WeakSet()
 _fork = threading.local()  # ``held``: the locks that the fork of this thread holds
 
 
 class SharedRows(Attached):
-    """The shared memory of a storage, which a lock protects; the first writer allocates the rows."""
+    """The shared memory of a storage, which a lock protects; the first writer allocates
+    the rows."""
 
     def __init__(self, storage: PackedStorage) -> None:
         super().__init__(storage)
@@ -48,13 +52,16 @@ class SharedRows(Attached):
         # Size of the rows' description in bytes (0: none yet), and its checksum.
         self._described = SharedNumbers("q", [0, 0]).share_memory_()
         self._has_rows = False  # whether this process maps the rows
-        self.of_episodes: torch.Tensor | None = None  # memory for the numbers of episodes
+        # memory for the numbers of episodes
+        self.of_episodes: torch.Tensor | None = None
         self._head_file: HeadFile | None = None
-        #: The counts of the first ring writer over rows in a file, which later processes continue.
+        #: The counts of the first ring writer over rows in a file, which later
+        # processes continue.
         self.of_writer: SharedNumbers | None = None
 
     def keep_in(self, head_file: HeadFile) -> None:
-        """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
+        """Keep all that describes the rows in a file; rows that another process has
+        left are found at the next lock."""
         self._beside = self._head_file = head_file
         self.of_writer = SharedNumbers("q", [0, -1, 0, 0])
         head_file.keep(self._described, self.of_writer)
@@ -65,12 +72,14 @@ class SharedRows(Attached):
             self._head_file.close()
 
     def restore(self, storage: PackedStorage) -> None:
-        """Connect to the storage that a spawned process has received, and map its rows."""
+        """Connect to the storage that a spawned process has received, and map its
+        rows."""
         self._owner = WeakReference(storage)
         self.find()
 
     def find(self) -> None:
-        """Map the rows if another process has allocated them and this process has not mapped them."""
+        """Map the rows if another process has allocated them and this process has not
+        mapped them."""
         length = self._described[0]
         if length and not self._has_rows:
             storage = self.storage
@@ -78,22 +87,39 @@ class SharedRows(Attached):
                 self._head_file.refuse_short(length)
             text = bytes(self._beside.map(length).numpy())
             if self._head_file is not None and zlib.crc32(text) != self._described[1]:
-                self._head_file.refuse("the description of the rows does not match its checksum")
+                self._head_file.refuse(
+                    "the description of the rows does not match its checksum"
+                )
             found = json.loads(text)
-            layout, shape = RowLayout.from_state(found["layout"]), torch.Size(found["shape"])
+            layout, shape = (
+                RowLayout.from_state(found["layout"]),
+                torch.Size(found["shape"]),
+            )
             self._refuse_other(shape)
-            storage.row_class = storage.row_class or RowClass.of_state(found.get("row_class"))
+            storage.row_class = storage.row_class or RowClass.of_state(
+                found.get("row_class")
+            )
             storage.adopt(storage.map_rows(layout, shape, saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> None:
-        """Describe the rows to other processes, and move their ring to shared memory."""
-        description: dict[str, Any] = {"layout": made.layout.state(), "shape": list(made.shape)}
+        """Describe the rows to other processes, and move their ring to shared
+        memory."""
+        description: dict[str, Any] = {
+            "layout": made.layout.state(),
+            "shape": list(made.shape),
+        }
         if self.storage.row_class is not None:
             description["row_class"] = self.storage.row_class.state()
         if made.dedup is not None:
             description["deduplicated"] = made.dedup.state()
-        text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
-        rows, lanes, found = made.cells, made.cells // made.steps, bool(self._described[0])
+        text = torch.frombuffer(
+            bytearray(json.dumps(description).encode()), dtype=torch.uint8
+        )
+        rows, lanes, found = (
+            made.cells,
+            made.cells // made.steps,
+            bool(self._described[0]),
+        )
         first, size = -(-len(text) // _PAGE) * _PAGE, block_size(lanes)
         nbytes = first + 8 * (2 * rows + size)
         if self._head_file is not None and found:
@@ -101,8 +127,11 @@ class SharedRows(Attached):
         elif self._head_file is not None:
             self._head_file.reserve(0, nbytes)
         memory = self._beside.map(nbytes)
-        with outside_inference_mode():  # a later write could not change views that inference mode has made
-            generations, numbers, block = memory[first:].view(torch.int64).split([rows, rows, size])
+        # a later write could not change views that inference mode has made
+        with outside_inference_mode():
+            generations, numbers, block = (
+                memory[first:].view(torch.int64).split([rows, rows, size])
+            )
             self.of_episodes = numbers.view(torch.int32).view(lanes, made.steps, 2)
         self._has_rows = True
         self.storage._ring.keep_in(block, generations, found=found)
@@ -112,13 +141,16 @@ class SharedRows(Attached):
             self._described[0] = len(text)  # last
 
     def _refuse_other(self, shape: torch.Size) -> None:
-        """Raise a ValueError if rows that another process has left do not fit the arguments of this storage."""
+        """Raise a ValueError if rows that another process has left do not fit the
+        arguments of this storage."""
         storage, lanes = self.storage, shape[1:]
         where = f"the rows in {storage.scratch_dir} have"
         if len(shape) != storage.ndim:
             raise ValueError(f"{where} ndim={len(shape)}, not ndim={storage.ndim}")
         if storage.lanes_wanted not in (None, *lanes):
-            raise ValueError(f"{where} lanes={lanes[0]}, not lanes={storage.lanes_wanted}")
+            raise ValueError(
+                f"{where} lanes={lanes[0]}, not lanes={storage.lanes_wanted}"
+            )
         if storage.steps_for(lanes) != shape[0]:
             raise ValueError(
                 f"{where} capacity {prod(shape)}, not {storage.max_size}: reopen them with "
@@ -136,7 +168,8 @@ class SharedRows(Attached):
         self.storage.recover()
 
     def __getstate__(self) -> dict[str, object]:
-        # Without the storage, so that TorchRL's data sets can send the state of a storage without the storage.
+        # Without the storage, so that TorchRL's data sets can send the state of a
+        # storage without the storage.
         return self.__dict__ | {"_has_rows": False, "of_episodes": None, "_owner": None}
 
 
@@ -148,7 +181,8 @@ def watch_forks(storage: PackedStorage) -> None:
 def _hold() -> None:
     _fork.held = held = []
     for storage in list(_storages):
-        lock = getattr(storage.lock, "threads", storage.lock)  # the part of a ProcessLock that other processes ignore
+        # the part of a ProcessLock that other processes ignore
+        lock = getattr(storage.lock, "threads", storage.lock)
         if lock.acquire(timeout=_LONGEST):
             held.append(lock)
     numba = sys.modules.get("numba.core.compiler_lock")
@@ -163,7 +197,8 @@ def _release() -> None:
 
 
 def _begin_child() -> None:
-    """Release the locks; a plan of writes does not look for a fork, so that the first write makes another one."""
+    """Release the locks; a plan of writes does not look for a fork, so that the first
+    write makes another one."""
     _release()
     for storage in list(_storages):
         if storage.shared_rows is None:
@@ -171,16 +206,23 @@ def _begin_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_begin_child)
+    os.register_at_fork(
+        before=_hold, after_in_parent=_release, after_in_child=_begin_child
+    )
 
 
 def pickled_generator(generator: torch.Generator | None) -> tuple[str, bytes] | None:
     """Return the device and the state of a generator, as plain values for pickles.
 
-    A spawned process receives a tensor as a descriptor of its memory, which must stay open until the process has
-    started. A tensor that a pickler makes, such as the state of a generator, is freed before.
+    A spawned process receives a tensor as a descriptor of its memory, which must stay
+    open until the process has started. A tensor that a pickler makes, such as the state
+    of a generator, is freed before.
     """
-    return None if generator is None else (str(generator.device), generator.get_state().numpy().tobytes())
+    return (
+        None
+        if generator is None
+        else (str(generator.device), generator.get_state().numpy().tobytes())
+    )
 
 
 def unpickled_generator(pickled: tuple[str, bytes] | None) -> torch.Generator | None:

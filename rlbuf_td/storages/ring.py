@@ -1,22 +1,29 @@
 """Which rows are live, and where they lie: a row is (lane, serial).
 
-Each of E lanes has T slots. Row ``serial`` of lane ``e`` lies in the cell ``(serial % T) * E + e``, and is live while
-``tail <= serial < written``. These two numbers per lane lie where the rows lie. All other cells are *holes*: no sampler
-draws them, and no index reads them. The *stamp* of a row is its serial: a batch of stamps tells which rows are gone.
+Each of E lanes has T slots. Row ``serial`` of lane ``e`` lies in the cell
+``(serial % T) * E + e``, and is live while ``tail <= serial < written``. These two
+numbers per lane lie where the rows lie. All other cells are *holes*: no sampler draws
+them, and no index reads them. The *stamp* of a row is its serial: a batch of stamps
+tells which rows are gone.
 
-A write is *published*. It first gives up the rows that it will replace, by advancing ``tail`` (:meth:`Ring.begin`);
-then it copies the new rows; then it advances ``written`` (:meth:`Ring.publish`). The head after the write lies in
-``after``, and ``dirty`` says how far the write has come, so that whoever finds a write that did not end can finish or
-give up each step for all lanes (:meth:`Ring.recover`). Nothing is undone: the rows that were given up are gone.
+A write is *published*. It first gives up the rows that it will replace, by advancing
+``tail`` (:meth:`Ring.begin`); then it copies the new rows; then it advances ``written``
+(:meth:`Ring.publish`). The head after the write lies in ``after``, and ``dirty`` says
+how far the write has come, so that whoever finds a write that did not end can finish or
+give up each step for all lanes (:meth:`Ring.recover`). Nothing is undone: the rows that
+were given up are gone.
 
-Rows that are written elsewhere than after the newest row give up time order: rows of serials below ``ordered`` may be
-in any order, until newer rows have replaced them. As long as there are such rows, ``generations`` holds the serial of
-each cell's row. A write out of order moves all serials up by T or more, so that the rows that it replaces get others.
+Rows that are written elsewhere than after the newest row give up time order: rows of
+serials below ``ordered`` may be in any order, until newer rows have replaced them. As
+long as there are such rows, ``generations`` holds the serial of each cell's row. A
+write out of order moves all serials up by T or more, so that the rows that it replaces
+get others.
 
-Invariant (:meth:`Ring.check`): ``0 <= tail <= written`` and ``written - tail <= T`` in each lane; a lane without rows
-begins at slot 0; while rows are out of order, the generation of each live cell is below ``written``, and equal to its
-slot modulo T. A lane whose rows neither fill all slots nor the slots from 0 on has lost rows to a write that did not
-end, until newer rows fill these holes.
+Invariant (:meth:`Ring.check`): ``0 <= tail <= written`` and ``written - tail <= T`` in
+each lane; a lane without rows begins at slot 0; while rows are out of order, the
+generation of each live cell is below ``written``, and equal to its slot modulo T. A
+lane whose rows neither fill all slots nor the slots from 0 on has lost rows to a write
+that did not end, until newer rows fill these holes.
 """
 
 from __future__ import annotations
@@ -62,21 +69,33 @@ class Ring:
 
     def __init__(self, steps: int, lanes: int) -> None:
         self.steps, self.lanes = steps, lanes
-        self.generations: Tensor | None = None  # ``[T * E]`` int64, where the rows are; used while order is lost
+        # ``[T * E]`` int64, where the rows are; used while order is lost
+        self.generations: Tensor | None = None
         self._place(np.zeros(block_size(lanes), np.int64))
         self.following[0] = self.noted[:] = -1
 
     def _place(self, block: np.ndarray) -> None:
         address, numbers = block.ctypes.data, memoryview(block.data)
-        self.block, self.address, self.numbers = block, address, numbers  # reads numbers in a fourth of NumPy's time
+        # reads numbers in a fourth of NumPy's time
+        self.block, self.address, self.numbers = block, address, numbers
         rows = block[: (NOTED + 1) * self.lanes].reshape(-1, self.lanes)
-        self.head, self.after, self.before, self.noted = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE], rows[NOTED]
+        self.head, self.after, self.before, self.noted = (
+            rows[:AFTER],
+            rows[AFTER:BEFORE],
+            rows[BEFORE],
+            rows[NOTED],
+        )
         self.tail, self.written, self.ordered = self.head[:FOLLOWING]
-        #: What the next row of each lane continues, ``[2, E]``, see :mod:`rlbuf_td.kernels.episodes`; also in `after`.
-        self.following, self.following_after = self.head[FOLLOWING:], self.after[FOLLOWING:]
+        #: What the next row of each lane continues, ``[2, E]``, see
+        #: :mod:`rlbuf_td.kernels.episodes`; also in `after`.
+        self.following, self.following_after = (
+            self.head[FOLLOWING:],
+            self.after[FOLLOWING:],
+        )
 
     def keep_in(self, block: Tensor, generations: Tensor, *, found: bool) -> None:
-        """Move the numbers to ``block``, int64 in shared memory; if ``found``, take those there."""
+        """Move the numbers to ``block``, int64 in shared memory; if ``found``, take
+        those there."""
         if not found:
             block.copy_(torch.from_numpy(self.block))
             if self.generations is not None:
@@ -86,15 +105,32 @@ class Ring:
 
     def check(self) -> None:
         """Raise an AssertionError unless the invariant holds."""
-        if not ((self.tail >= 0) & (self.tail <= self.written) & (self.written - self.tail <= self.steps)).all():
-            raise AssertionError(f"tail {self.tail} and written {self.written} do not fit {self.steps} slots")
+        if not (
+            (self.tail >= 0)
+            & (self.tail <= self.written)
+            & (self.written - self.tail <= self.steps)
+        ).all():
+            raise AssertionError(
+                f"tail {self.tail} and written {self.written} do not fit {self.steps} slots"
+            )
         if self.dirty != IDLE or (self.tail[self.count == 0] % self.steps).any():
-            raise AssertionError(f"tail {self.tail} and written {self.written} are those of a write, {self.dirty}")
+            raise AssertionError(
+                f"tail {self.tail} and written {self.written} are those of a write, {self.dirty}"
+            )
         if not self.in_order and self.generations is not None:
             live = self.cells_by_age().to(self.generations.device)
-            found, slot, written = self.generations[live], live // self.lanes, torch.from_numpy(self.written)
-            if ((found % self.steps != slot) | (found >= written.to(live.device)[live % self.lanes])).any():
-                raise AssertionError(f"generations {found.tolist()} do not fit slots {slot.tolist()}")
+            found, slot, written = (
+                self.generations[live],
+                live // self.lanes,
+                torch.from_numpy(self.written),
+            )
+            if (
+                (found % self.steps != slot)
+                | (found >= written.to(live.device)[live % self.lanes])
+            ).any():
+                raise AssertionError(
+                    f"generations {found.tolist()} do not fit slots {slot.tolist()}"
+                )
 
     # -- how many rows there are
 
@@ -104,13 +140,17 @@ class Ring:
         return self.head[:2].copy()
 
     def common(self) -> tuple[int, int] | None:
-        """Return ``tail`` and ``written`` if each is the same number in all lanes, otherwise None."""
+        """Return ``tail`` and ``written`` if each is the same number in all lanes,
+        otherwise None."""
         numbers, lanes = self.numbers, self.lanes
         tail, written = numbers[0], numbers[lanes]
         if lanes == 1:
             return tail, written
         raw, size = numbers[: 2 * lanes].tobytes(), 8 * lanes
-        are_equal = raw[:size] == raw[:8] * lanes and raw[size : 2 * size] == raw[size : size + 8] * lanes
+        are_equal = (
+            raw[:size] == raw[:8] * lanes
+            and raw[size : 2 * size] == raw[size : size + 8] * lanes
+        )
         return (tail, written) if are_equal else None
 
     @property
@@ -139,10 +179,13 @@ class Ring:
 
     @property
     def together(self) -> bool:
-        """Whether all lanes have as many rows, and their next rows go to the same slot."""
+        """Whether all lanes have as many rows, and their next rows go to the same
+        slot."""
         if self.common() is not None:
             return True
-        return not ((self.written - self.written[0]) % self.steps).any() and bool((self.count == self.count[0]).all())
+        return not ((self.written - self.written[0]) % self.steps).any() and bool(
+            (self.count == self.count[0]).all()
+        )
 
     @property
     def cursor(self) -> int:
@@ -150,21 +193,31 @@ class Ring:
         return self.numbers[self.lanes] % self.steps
 
     def numbered(self) -> tuple[int, bool]:
-        """Return the number of live rows, and whether the number of each is its cell, see :meth:`cell_of`."""
-        common = (self.numbers[0], self.numbers[1]) if self.lanes == 1 else self.common()
+        """Return the number of live rows, and whether the number of each is its cell,
+        see :meth:`cell_of`."""
+        common = (
+            (self.numbers[0], self.numbers[1]) if self.lanes == 1 else self.common()
+        )
         if common is None:
             count = self.count
             are_equal = bool((count == count[0]).all())
-            return int(count.sum()), are_equal and bool(count[0] == self.steps or not (self.tail % self.steps).any())
+            return int(count.sum()), are_equal and bool(
+                count[0] == self.steps or not (self.tail % self.steps).any()
+            )
         steps = common[1] - common[0]
         return steps * self.lanes, steps == self.steps or not common[0] % self.steps
 
     @property
     def newest(self) -> int:
-        """The slot of the newest row; -1 if there is none, lanes do not stand together, or there are holes."""
+        """The slot of the newest row; -1 if there is none, lanes do not stand together,
+        or there are holes."""
         common = self.common()
         if common is None:
-            return (self.cursor - 1) % self.steps if self.longest and self.together and not self.holes else -1
+            return (
+                (self.cursor - 1) % self.steps
+                if self.longest and self.together and not self.holes
+                else -1
+            )
         (tail, written), steps = common, self.steps
         is_empty, has_holes = written == tail, written - tail < steps and tail % steps
         return -1 if is_empty or has_holes else (written - 1) % steps
@@ -174,18 +227,22 @@ class Ring:
         """Whether the live rows of each lane were written one after another."""
         if self.lanes == 1:
             return self.numbers[2] <= self.numbers[0]
-        return not self.numbers[2 * self.lanes] or bool((self.ordered <= self.tail).all())
+        return not self.numbers[2 * self.lanes] or bool(
+            (self.ordered <= self.tail).all()
+        )
 
     # -- writes
 
     @property
     def dirty(self) -> int:
-        """How far a write has come that has not ended: :data:`IDLE` (there is none), :data:`WRITING`, ..."""
+        """How far a write has come that has not ended: :data:`IDLE` (there is none),
+        :data:`WRITING`, ..."""
         return self.numbers[DIRTY]
 
     @property
     def publication(self) -> int:
-        """How often rows have been published or given up: planned numbers (:class:`Planned`) depend on it."""
+        """How often rows have been published or given up: planned numbers
+        (:class:`Planned`) depend on it."""
         return self.numbers[PUBLICATION]
 
     def begin(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
@@ -215,7 +272,8 @@ class Ring:
         np.minimum(self.after[TAIL], self.written, out=self.tail)
 
     def publish(self, cells: Tensor | None = None) -> None:
-        """Make the rows of a write live, after their bytes have been copied; ``cells`` are those of a scattered one."""
+        """Make the rows of a write live, after their bytes have been copied; ``cells``
+        are those of a scattered one."""
         self.numbers[DIRTY] = PUBLISHED
         self._finish_publishing()
         if not self.in_order:
@@ -230,16 +288,20 @@ class Ring:
         self.numbers[DIRTY] = IDLE
 
     def empty(self, slot: int = 0) -> None:
-        """Give up all rows. The next ones lie in cells from ``slot`` on, and no stamp of an earlier row equals theirs.
+        """Give up all rows. The next ones lie in cells from ``slot`` on, and no stamp
+        of an earlier row equals theirs.
 
         The caller must fill all slots after any other ``slot`` than 0.
         """
         self.after[:] = self.head
-        self.after[TAIL] = self.after[WRITTEN] = self.written + (slot - self.written) % self.steps
+        self.after[TAIL] = self.after[WRITTEN] = (
+            self.written + (slot - self.written) % self.steps
+        )
         self._replace_head()
 
     def skip(self, by: np.ndarray) -> None:
-        """Let the next row of each lane of an empty ring have a serial greater by ``by``, ``[E]``."""
+        """Let the next row of each lane of an empty ring have a serial greater by
+        ``by``, ``[E]``."""
         self.after[:] = self.head
         self.after[:ORDERED] += by
         self._replace_head()
@@ -252,7 +314,8 @@ class Ring:
         self.finish()
 
     def begin_scattered(self, slots: Tensor) -> Tensor:
-        """Give up the rows of all lanes in ``slots``, ``[n]``, elsewhere than after the newest; return their cells."""
+        """Give up the rows of all lanes in ``slots``, ``[n]``, elsewhere than after the
+        newest; return their cells."""
         self.lose_order(slots.device)
         count, after = max(self.longest, int(slots.max()) + 1), self.after
         after[:] = self.head
@@ -272,9 +335,11 @@ class Ring:
         return cells
 
     def recover(self, matrix: Tensor) -> Tensor:
-        """Finish or give up a write that did not end; return the cells of new rows, of which nobody may know yet.
+        """Finish or give up a write that did not end; return the cells of new rows, of
+        which nobody may know yet.
 
-        ``matrix``, the rows ``[T, *lanes, width]``, is changed if the write was scattered.
+        ``matrix``, the rows ``[T, *lanes, width]``, is changed if the write was
+        scattered.
         """
         phase, new = self.dirty, torch.empty(0, dtype=torch.int64, device=matrix.device)
         if phase == WRITING:
@@ -289,11 +354,14 @@ class Ring:
                 new = torch.cat((new, live[self.generations[live] < 0])).unique()
                 self._renew(new)
         without = self.count == 0
-        self.tail[without] = self.written[without] = (self.written + -self.written % self.steps)[without]
+        self.tail[without] = self.written[without] = (
+            self.written + -self.written % self.steps
+        )[without]
         return new
 
     def _close_gaps(self, matrix: Tensor) -> None:
-        """Move the rows of the last slots to those that a scattered write has given up; there is no order to keep."""
+        """Move the rows of the last slots to those that a scattered write has given up;
+        there is no order to keep."""
         generations: Any = self.generations
         is_lost = (generations.view(self.steps, self.lanes)[: self.longest] < 0).any(1)
         lost, kept = is_lost.nonzero()[:, 0], int((~is_lost).sum())
@@ -302,12 +370,17 @@ class Ring:
         generations.view(self.steps, self.lanes)[lost] = -1
         self.after[:] = self.head
         self.after[TAIL] = self.written + -self.written % self.steps
-        self.before[:] = self.after[WRITTEN] = self.after[ORDERED] = self.after[TAIL] + kept
+        self.before[:] = self.after[WRITTEN] = self.after[ORDERED] = (
+            self.after[TAIL] + kept
+        )
         self.numbers[DIRTY] = PUBLISHED
 
     def _newest(self) -> Tensor:
-        """Return the cells of the rows that the last write has published in time order."""
-        return self.newest_cells(self.written - np.maximum(np.minimum(self.before, self.written), self.tail))
+        """Return the cells of the rows that the last write has published in time
+        order."""
+        return self.newest_cells(
+            self.written - np.maximum(np.minimum(self.before, self.written), self.tail)
+        )
 
     def lose_order(self, device: torch.device | str = "cpu") -> None:
         """Note that the rows written so far may be in any order."""
@@ -321,7 +394,8 @@ class Ring:
         self.ordered[:] = self.written
 
     def _renew(self, cells: Tensor) -> None:
-        """Give the rows that have just been written the serials that follow from their cells."""
+        """Give the rows that have just been written the serials that follow from their
+        cells."""
         if self.generations is not None:
             cells = cells.to(self.generations.device)
             self.generations[cells] = self.serial(cells)
@@ -329,39 +403,53 @@ class Ring:
     # -- identity: cells are tensors ``[B]`` int64
 
     def ends_at(self, cell: Tensor) -> tuple[Any, Any]:
-        """Return ``tail`` and ``written`` of the lane of each cell: numbers if all lanes agree, else ``[B]``."""
+        """Return ``tail`` and ``written`` of the lane of each cell: numbers if all
+        lanes agree, else ``[B]``."""
         common = self.common()
         if common is not None:
             return common
         lane = cell % self.lanes
-        tail, written = (to_device(each, lane.device)[lane] for each in (self.tail, self.written))
+        tail, written = (
+            to_device(each, lane.device)[lane] for each in (self.tail, self.written)
+        )
         return tail, written
 
     def serial(self, cell: Tensor, before: np.ndarray | None = None) -> Tensor:
-        """Return the serial that follows from each cell, below ``tail`` if its row is not live.
+        """Return the serial that follows from each cell, below ``tail`` if its row is
+        not live.
 
         ``before``: an earlier :attr:`written`, for the rows that the cells had then.
         """
         is_now = before is None or np.array_equal(before, self.written)  # usual
-        newest = (self.ends_at(cell)[1] if is_now else to_device(before, cell.device)[cell % self.lanes]) - 1
+        newest = (
+            self.ends_at(cell)[1]
+            if is_now
+            else to_device(before, cell.device)[cell % self.lanes]
+        ) - 1
         slot = cell if self.lanes == 1 else cell // self.lanes
         return newest - (newest - slot) % self.steps
 
     def stamp(self, cell: Tensor) -> Tensor:
         """Return the serial of the row in each cell."""
-        return self.serial(cell) if self.in_order or self.generations is None else self.generations[cell]
+        return (
+            self.serial(cell)
+            if self.in_order or self.generations is None
+            else self.generations[cell]
+        )
 
     def is_live(self, cell: Tensor) -> Tensor:
         return self.serial(cell) >= self.ends_at(cell)[0]
 
     def is_stale(self, cell: Tensor, stamp: Tensor) -> Tensor:
-        """Return whether the row that had this stamp is gone, ``[B]`` bool; of cells out of range, nothing is known."""
+        """Return whether the row that had this stamp is gone, ``[B]`` bool; of cells
+        out of range, nothing is known."""
         if self.in_order or self.generations is None:
             return (stamp != self.serial(cell)) | (stamp < self.ends_at(cell)[0])
         return stamp != self.generations[cell.clamp(0, len(self.generations) - 1)]
 
     def holes_among(self, cell: Tensor) -> Tensor | None:
-        """Return which cells are holes, ``[B]`` bool; None if there are none. Cells out of range are no holes."""
+        """Return which cells are holes, ``[B]`` bool; None if there are none. Cells out
+        of range are no holes."""
         if not self.holes:
             return None
         inside = (cell >= 0) & (cell < self.longest * self.lanes)
@@ -370,96 +458,144 @@ class Ring:
     # -- numbers and ages
 
     def cell_of(self, number: Tensor) -> Tensor:
-        """Return the cells of the live rows with these numbers, ``[B]``, each in ``0 .. len(ring) - 1``.
+        """Return the cells of the live rows with these numbers, ``[B]``, each in
+        ``0 .. len(ring) - 1``.
 
-        The number itself is the cell while the live rows fill all cells, or the cells from 0 on; otherwise, numbers go
-        lane after lane.
+        The number itself is the cell while the live rows fill all cells, or the cells
+        from 0 on; otherwise, numbers go lane after lane.
         """
         return number if self.numbered()[1] else self.newest_of(number, self.count)
 
     def newest_of(self, number: Tensor, count: np.ndarray) -> Tensor:
-        """Return the cells of the newest ``count`` rows of each lane with these numbers, ``[B]``, lane after lane."""
+        """Return the cells of the newest ``count`` rows of each lane with these
+        numbers, ``[B]``, lane after lane."""
         ends = to_device(count.cumsum(), number.device)
         lane = torch.searchsorted(ends, number, right=True)
         _, written = self.ends_at(lane)
         return (written + number - ends[lane]) % self.steps * self.lanes + lane
 
     def newest_cells(self, count: np.ndarray) -> Tensor:
-        """Return the cells of the newest ``count`` rows of each lane, ``[E]``: lane after lane, the oldest first."""
+        """Return the cells of the newest ``count`` rows of each lane, ``[E]``: lane
+        after lane, the oldest first."""
         return self.cells_from(self.written - count, count)
 
     def cells_from(self, first: np.ndarray, count: np.ndarray) -> Tensor:
-        """Return the cells of ``count`` rows of each lane, ``[E]``, from serial ``first`` on: lane after lane."""
+        """Return the cells of ``count`` rows of each lane, ``[E]``, from serial
+        ``first`` on: lane after lane."""
         lane = np.repeat(np.arange(self.lanes), count)
         serial = np.arange(len(lane)) + (first + count - count.cumsum())[lane]
         return torch.from_numpy(serial % self.steps * self.lanes + lane)
 
     def cells_after(self, cell: Tensor, steps: Tensor) -> Tensor:
-        """Return the cells of the rows of the same lanes, ``steps`` time steps after those in ``cell``."""
+        """Return the cells of the rows of the same lanes, ``steps`` time steps after
+        those in ``cell``."""
         return (cell + steps * self.lanes) % (self.steps * self.lanes)
 
     def cells_by_age(self) -> Tensor:
-        """Return the cells of all live rows, lane after lane, each from its oldest row on."""
+        """Return the cells of all live rows, lane after lane, each from its oldest row
+        on."""
         return self.newest_cells(self.count)
 
     def reach(self, cell: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many live rows of its lane precede and follow each live row, ``[B]`` each."""
+        """Return how many live rows of its lane precede and follow each live row,
+        ``[B]`` each."""
         serial, (tail, written) = self.serial(cell), self.ends_at(cell)
         return serial - tail, written - 1 - serial
 
     # -- state
 
     def state(self) -> State:
-        head, kept = torch.from_numpy(self.head[:FOLLOWING].copy()), None if self.in_order else self.generations
-        return {"steps": self.steps, "head": head, "generations": None if kept is None else kept.clone()}
+        head, kept = (
+            torch.from_numpy(self.head[:FOLLOWING].copy()),
+            None if self.in_order else self.generations,
+        )
+        return {
+            "steps": self.steps,
+            "head": head,
+            "generations": None if kept is None else kept.clone(),
+        }
 
     def load(self, state: State, device: torch.device | str = "cpu") -> None:
-        """Continue the :meth:`state` of a ring of as many slots, with serials greater by a multiple of T.
+        """Continue the :meth:`state` of a ring of as many slots, with serials greater
+        by a multiple of T.
 
         No stamp of this ring matches then.
         """
         tail, written, ordered = state["head"].numpy()
         most = int(self.written.max())
-        up = max(0, -(-(most - int(tail.min())) // self.steps) * self.steps) if most else 0
+        up = (
+            max(0, -(-(most - int(tail.min())) // self.steps) * self.steps)
+            if most
+            else 0
+        )
         self.after[:] = self.head
-        self.after[TAIL], self.after[WRITTEN], self.after[ORDERED] = tail + up, written + up, 0
-        self.before[:] = self.after[TAIL]  # all rows are new to those who have been told of others
+        self.after[TAIL], self.after[WRITTEN], self.after[ORDERED] = (
+            tail + up,
+            written + up,
+            0,
+        )
+        # all rows are new to those who have been told of others
+        self.before[:] = self.after[TAIL]
         self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         if (ordered > tail).any():
             self.lose_order(device)
             generations = state["generations"]
             if generations is not None and self.generations is not None:
-                self.generations.copy_(torch.where(generations < 0, generations, generations + up))
+                self.generations.copy_(
+                    torch.where(generations < 0, generations, generations + up)
+                )
 
 
 def extents(tail: Any, written: Any, steps: int) -> Any:
-    """Return the number of slots of each lane up to the last one with a row, ``[E]``, as arrays or tensors."""
+    """Return the number of slots of each lane up to the last one with a row, ``[E]``,
+    as arrays or tensors."""
     return (tail % steps + written - tail).clip(max=steps)
 
 
 def refuse_ring(state: Any, lead: torch.Size) -> None:
-    """Raise a ValueError unless ``state`` is that of a ring whose longest lane fills the first rows, ``[steps, E]``."""
+    """Raise a ValueError unless ``state`` is that of a ring whose longest lane fills
+    the first rows, ``[steps, E]``."""
     steps, head, generations = state["steps"], state["head"], state["generations"]
     lanes = lead[1:].numel()
     if type(steps) is not int or not lead[0] <= steps <= _MOST or not steps:
         raise ValueError(f"a ring of {steps} slots cannot hold rows {[*lead]}")
-    if not isinstance(head, Tensor) or head.dtype is not torch.int64 or head.shape != (3, lanes):
-        raise ValueError(f"the saved numbers of lanes must be int64 of shape {[3, lanes]}")
+    if (
+        not isinstance(head, Tensor)
+        or head.dtype is not torch.int64
+        or head.shape != (3, lanes)
+    ):
+        raise ValueError(
+            f"the saved numbers of lanes must be int64 of shape {[3, lanes]}"
+        )
     tail, written, ordered = head
-    fits = (tail >= 0) & (tail <= written) & (written - tail <= steps) & (written < _MOST) & (ordered <= written)
+    fits = (
+        (tail >= 0)
+        & (tail <= written)
+        & (written - tail <= steps)
+        & (written < _MOST)
+        & (ordered <= written)
+    )
     if not bool(fits.all()) or int(extents(tail, written, steps).max()) != lead[0]:
         raise ValueError("the saved numbers of lanes do not fit the saved rows")
-    if generations is not None and (generations.dtype, generations.shape) != (torch.int64, (steps * lanes,)):
+    if generations is not None and (generations.dtype, generations.shape) != (
+        torch.int64,
+        (steps * lanes,),
+    ):
         found = f"{generations.dtype} of shape {tuple(generations.shape)}"
         raise ValueError(f"the saved generations are {found}, not one per row")
 
 
 def refuse_stamps(stamp: Tensor, rows: int) -> None:
-    """Raise a ValueError unless a batch has one stamp for each of ``rows`` rows, or for each row of as many windows."""
+    """Raise a ValueError unless a batch has one stamp for each of ``rows`` rows, or for
+    each row of as many windows."""
     if stamp.is_cpu:
         address_of(stamp)  # refuses stamps without memory
-    if stamp.ndim != 1 or stamp.shape[0] % max(rows, 1) or bool(stamp.shape[0]) != bool(rows):
+    if (
+        stamp.ndim != 1
+        or stamp.shape[0] % max(rows, 1)
+        or bool(stamp.shape[0]) != bool(rows)
+    ):
         raise ValueError(
             f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
             f"or leave out {SAMPLED_AT!r} to update the rows without a check"

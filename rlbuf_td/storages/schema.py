@@ -8,14 +8,20 @@ from math import prod
 from typing import Any, NoReturn
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
 
 from rlbuf_td.kernels.host_memory import has_memory
 from rlbuf_td.storages.tensordict_fast import entries_of
 
 
 class SchemaError(ValueError):
-    """Data whose keys, dtypes or shapes do not match the rows of a storage; nothing has been written.
+    """Data whose keys, dtypes or shapes do not match the rows of a storage; nothing has
+    been written.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -56,7 +62,9 @@ def show_key(key: tuple[str, ...]) -> str:
 def walk(
     data: Mapping[str, object] | TensorDictBase, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in (entries_of(data) if isinstance(data, TensorDictBase) else data).items():
+    for name, value in (
+        entries_of(data) if isinstance(data, TensorDictBase) else data
+    ).items():
         if isinstance(value, TensorDictBase | Mapping) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
         else:
@@ -66,40 +74,70 @@ def walk(
 _WIDE = (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.float64)
 
 
-def refuse_rounding(key: tuple[str, ...], values: torch.Tensor, dtype: torch.dtype, remedy: str) -> None:
-    """Raise a SchemaError if a cast to ``dtype`` changes a whole number; fractions may be rounded.
+def refuse_rounding(
+    key: tuple[str, ...], values: torch.Tensor, dtype: torch.dtype, remedy: str
+) -> None:
+    """Raise a SchemaError if a cast to ``dtype`` changes a whole number; fractions may
+    be rounded.
 
-    Whole numbers beyond 2**53 in a float64 tensor may be rounded, too: float64 has already rounded them.
+    Whole numbers beyond 2**53 in a float64 tensor may be rounded, too: float64 has
+    already rounded them.
     """
     if values.dtype not in _WIDE or values.dtype is dtype:
         return
-    largest = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    largest = (
+        int(2 / torch.finfo(dtype).eps)
+        if dtype.is_floating_point
+        else torch.iinfo(dtype).max
+    )
     values = values.detach().flatten()
     large = values[~((values >= -largest) & (values <= largest))]
     for given, cast in zip(large.tolist(), large.to(dtype).tolist(), strict=True):
-        is_whole = isinstance(given, int) or (given.is_integer() and abs(given) <= 2**53)
+        is_whole = isinstance(given, int) or (
+            given.is_integer() and abs(given) <= 2**53
+        )
         if is_whole and given != cast:
             kind = str(dtype).removeprefix("torch.")
             remedy = "scale it" if dtype is torch.float64 else remedy
-            raise SchemaError(f"{show_key(key)} is {int(given)}, which {kind} changes to {cast:.0f}: {remedy}")
+            raise SchemaError(
+                f"{show_key(key)} is {int(given)}, which {kind} changes to {cast:.0f}: {remedy}"
+            )
 
 
 def refuse_unpackable(key: tuple[str, ...], value: object) -> None:
-    if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
-        problem, taker = f"holds non-tensor data ({type(value).__name__}): leave it out", "ListStorage"
+    if is_non_tensor(value) or not (
+        isinstance(value, torch.Tensor) or is_tensor_collection(value)
+    ):
+        problem, taker = (
+            f"holds non-tensor data ({type(value).__name__}): leave it out",
+            "ListStorage",
+        )
     elif isinstance(value, torch.Tensor):
-        if not value.is_nested and value.layout is torch.strided and not value.is_quantized:
+        if (
+            not value.is_nested
+            and value.layout is torch.strided
+            and not value.is_quantized
+        ):
             return
-        problem, taker = "is a nested, sparse or quantized tensor: pad or convert it", "ListStorage"
+        problem, taker = (
+            "is a nested, sparse or quantized tensor: pad or convert it",
+            "ListStorage",
+        )
     elif isinstance(value, TensorDictBase):
         return
     else:
-        problem, taker = f"is a tensorclass ({type(value).__name__}): store its to_tensordict()", "LazyTensorStorage"
-    raise SchemaError(f"key {show_key(key)} {problem}, or use torchrl.data.{taker}, which takes it")
+        problem, taker = (
+            f"is a tensorclass ({type(value).__name__}): store its to_tensordict()",
+            "LazyTensorStorage",
+        )
+    raise SchemaError(
+        f"key {show_key(key)} {problem}, or use torchrl.data.{taker}, which takes it"
+    )
 
 
 def reshaped(data: object, reshape: Callable[[Any], Any]) -> Any:
-    """Return ``reshape(data)``; raise a SchemaError if an entry is a tensor that cannot be reshaped."""
+    """Return ``reshape(data)``; raise a SchemaError if an entry is a tensor that cannot
+    be reshaped."""
     try:
         return reshape(data)
     except RuntimeError:  # sparse and nested tensors
@@ -111,7 +149,8 @@ def reshaped(data: object, reshape: Callable[[Any], Any]) -> Any:
 
 
 def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
-    """Raise a SchemaError for lazy stacks, also nested ones, whose members differ in keys or shapes."""
+    """Raise a SchemaError for lazy stacks, also nested ones, whose members differ in
+    keys or shapes."""
     if is_non_tensor(data):
         return
     if not isinstance(data, LazyStackedTensorDict):
@@ -124,7 +163,10 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
     first, *others = (dict(walk(member, path)) for member in data.tensordicts)
     for other in others:
         for key in {**first, **other}:
-            shapes = [getattr(leaves[key], "shape", None) if key in leaves else "absent" for leaves in (first, other)]
+            shapes = [
+                getattr(leaves[key], "shape", None) if key in leaves else "absent"
+                for leaves in (first, other)
+            ]
             if shapes[0] != shapes[1]:
                 raise SchemaError(
                     f"key {show_key(key)} is ragged: its shape differs between the stacked TensorDicts "
@@ -134,11 +176,16 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
 
 def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
     refuse_unfit(data, leaves, lead, more=False)
-    raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
+    raise SchemaError(
+        f"the nesting of {sorted(data.keys())} differs from that of the rows"
+    )
 
 
-def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Raise a SchemaError if ``data``, ``[*lead, ...]``, does not fit the rows; ``more`` allows unknown keys."""
+def refuse_unfit(
+    data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool
+) -> None:
+    """Raise a SchemaError if ``data``, ``[*lead, ...]``, does not fit the rows;
+    ``more`` allows unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():
@@ -147,16 +194,24 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
         if leaf is None and (more or key == ("index",)):
             continue
         if leaf is None:
-            _refuse_unknown([key for key in given if key not in known and key != ("index",)], leaves)
+            _refuse_unknown(
+                [key for key in given if key not in known and key != ("index",)], leaves
+            )
         if value.is_meta:
-            raise SchemaError(f"key {show_key(key)} is on the 'meta' device, where tensors hold no data")
+            raise SchemaError(
+                f"key {show_key(key)} is on the 'meta' device, where tensors hold no data"
+            )
         if not has_memory(value):
             raise SchemaError(
                 f"key {show_key(key)} has no memory for its {value.numel()} elements: its storage was freed or shrunk, "
                 "or the write runs under FakeTensorMode or torch.func.functionalize, where tensors hold no data"
             )
         if value.dtype is not leaf.dtype or value.shape != lead + leaf.shape:
-            remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
+            remedy = (
+                f"cast it with .to({leaf.dtype})"
+                if value.dtype is not leaf.dtype
+                else "reshape it before writing"
+            )
             raise SchemaError(
                 f"key {show_key(key)} came as {kind(value.dtype, value.shape)}, "
                 f"expected {kind(leaf.dtype, lead + leaf.shape)}: {remedy}"
@@ -169,7 +224,9 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
             )
 
 
-def _refuse_unknown(keys: Sequence[tuple[str, ...]], leaves: Sequence[Leaf]) -> NoReturn:
+def _refuse_unknown(
+    keys: Sequence[tuple[str, ...]], leaves: Sequence[Leaf]
+) -> NoReturn:
     names, one = ", ".join(map(show_key, keys)), len(keys) == 1
     raise SchemaError(
         f"unknown key{'' if one else 's'} {names}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
@@ -180,19 +237,30 @@ def _refuse_unknown(keys: Sequence[tuple[str, ...]], leaves: Sequence[Leaf]) -> 
 
 
 def refuse_other_index(index: object) -> None:
-    """Raise a SchemaError if an entry "index", a tensor or its dtype, cannot hold positions of rows."""
-    dtype = index if isinstance(index, torch.dtype) else index.dtype if isinstance(index, torch.Tensor) else None
+    """Raise a SchemaError if an entry "index", a tensor or its dtype, cannot hold
+    positions of rows."""
+    dtype = (
+        index
+        if isinstance(index, torch.dtype)
+        else index.dtype
+        if isinstance(index, torch.Tensor)
+        else None
+    )
     if dtype is not torch.int64:
         taken = "each batch has the positions of its rows (int64) under this name"
         remedy = "store it under another name, data.rename_key_('index', 'my_index')"
-        raise SchemaError(f"the rows have an entry 'index' of {dtype or 'nested entries'}, but {taken}: {remedy}")
+        raise SchemaError(
+            f"the rows have an entry 'index' of {dtype or 'nested entries'}, but {taken}: {remedy}"
+        )
 
 
 def refuse_index() -> NoReturn:
     """Raise a SchemaError for data with an entry "index"."""
     taken = "the data has an entry 'index', and each batch has the positions of its rows under this name"
     remedy = "store it under another name, data.rename_key_('index', 'my_index')"
-    raise SchemaError(f"{taken}: {remedy}, or leave it out, data.exclude('index'), if it comes from a sampled batch")
+    raise SchemaError(
+        f"{taken}: {remedy}, or leave it out, data.exclude('index'), if it comes from a sampled batch"
+    )
 
 
 def kind(dtype: torch.dtype, shape: torch.Size) -> str:

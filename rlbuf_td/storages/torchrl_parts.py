@@ -1,33 +1,54 @@
-"""The private attributes of TorchRL's storages, samplers and writers that this package reads or sets.
+"""The private attributes of TorchRL's storages, samplers and writers that this package
+reads or sets.
 
 Other files use these attributes only in classes that inherit them.
 """
 
 from __future__ import annotations
 
-from operator import attrgetter, methodcaller  # faster than functions: their calls have no Python frame
+# faster than functions: their calls have no Python frame
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
-from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictReplayBuffer, TensorStorage, Writer
+from torchrl.data.replay_buffers import (
+    RoundRobinWriter,
+    Storage,
+    TensorDictReplayBuffer,
+    TensorStorage,
+    Writer,
+)
 
 if TYPE_CHECKING:
     import torch
     from torchrl.data.replay_buffers import Sampler
 
-generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
-listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
-newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
-write_count_of = attrgetter("_write_count")  # the number of time steps that a writer has written
-modules_of = attrgetter("_modules")  # a dict; testing whether it is empty is faster than ``len`` of a ModuleList
+# the generator of a buffer or a part; None: torch's default generator
+generator_of = attrgetter("_rng")
+# the objects that a storage informs of each write
+listeners_of = attrgetter("_attached_entities")
+# the last written time step of a storage; None: unknown
+newest_step_of = attrgetter("_last_cursor_index")
+# the number of time steps that a writer has written
+write_count_of = attrgetter("_write_count")
+# a dict; testing whether it is empty is faster than ``len`` of a ModuleList
+modules_of = attrgetter("_modules")
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
-count_change = methodcaller("_bump_mutation_revision")  # data derived from the storage is then computed again
-restart_writer = methodcaller("_empty", empty_write_count=False)  # the next write begins with the first row
-empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
+# data derived from the storage is then computed again
+count_change = methodcaller("_bump_mutation_revision")
+# the next write begins with the first row
+restart_writer = methodcaller("_empty", empty_write_count=False)
+# removes the rows of a storage, or what a sampler knows about them
+empty_part = methodcaller("_empty")
 
 
 def parts_of(buffer: object) -> list[Any]:
-    """Return the writer and the sampler of a buffer, and those that it wraps; none of an object without them."""
-    writer, sampler = getattr(buffer, "_writer", None), getattr(buffer, "_sampler", None)  # None: it is being made
+    """Return the writer and the sampler of a buffer, and those that it wraps; none of
+    an object without them."""
+    # None: it is being made
+    writer, sampler = (
+        getattr(buffer, "_writer", None),
+        getattr(buffer, "_sampler", None),
+    )
     found = [] if writer is None else [writer]
     while sampler is not None:
         found.append(sampler)
@@ -36,11 +57,13 @@ def parts_of(buffer: object) -> list[Any]:
 
 
 def columns_or_none(storage: Storage) -> Any:
-    return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
+    # an ensemble of storages has no entries of its own
+    return getattr(storage, "_storage", None)
 
 
 def capacity_in_steps(storage: Storage, **data: object) -> int:
-    """Return the capacity in time steps; before the first write, it depends on the number of lanes in the data.
+    """Return the capacity in time steps; before the first write, it depends on the
+    number of lanes in the data.
 
     Pass one time step as ``single_data``, or several as ``batched_data``.
     """
@@ -51,12 +74,15 @@ def set_length(storage: TensorStorage, length: int) -> None:
     storage._len = length
 
 
-def set_generator(part: Storage | Sampler | Writer, generator: torch.Generator | None) -> None:
+def set_generator(
+    part: Storage | Sampler | Writer, generator: torch.Generator | None
+) -> None:
     part._rng = generator
 
 
 def replace_storage(writer: Writer, storage: Storage) -> None:
-    """Register a new storage with a writer; if the writer refuses, keep the old storage."""
+    """Register a new storage with a writer; if the writer refuses, keep the old
+    storage."""
     before = writer._storage
     writer._storage = None  # pyrefly: ignore [bad-assignment]
     try:
@@ -66,14 +92,17 @@ def replace_storage(writer: Writer, storage: Storage) -> None:
         raise
 
 
-def set_cursor(writer: RoundRobinWriter, cursor: int, write_count: int | None = None) -> None:
+def set_cursor(
+    writer: RoundRobinWriter, cursor: int, write_count: int | None = None
+) -> None:
     writer._cursor = cursor
     if write_count is not None:
         writer._write_count = write_count
 
 
 def last_step(storage: Storage, steps: int) -> int:
-    """Return the last written of ``steps`` time steps, which the storage or a buffer's writer has recorded."""
+    """Return the last written of ``steps`` time steps, which the storage or a buffer's
+    writer has recorded."""
     cursor = newest_step_of(storage)
     if hasattr(storage, "ring") and cursor is not None:
         return cursor
@@ -84,6 +113,11 @@ def last_step(storage: Storage, steps: int) -> int:
 
 
 def last_of_ring(buffer: TensorDictReplayBuffer) -> int | None:
-    """Return the time step that a ring writer wrote last (-1: the storage's last step), or None if there is none."""
+    """Return the time step that a ring writer wrote last (-1: the storage's last step),
+    or None if there is none."""
     writer = getattr(buffer, "_writer", None)
-    return writer._cursor - 1 if isinstance(writer, RoundRobinWriter) and writer._write_count else None
+    return (
+        writer._cursor - 1
+        if isinstance(writer, RoundRobinWriter) and writer._write_count
+        else None
+    )

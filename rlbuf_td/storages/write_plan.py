@@ -1,13 +1,17 @@
-"""How rows are written after the newest ones: with compiled code or with torch, chosen once for a storage.
+"""How rows are written after the newest ones: with compiled code or with torch, chosen
+once for a storage.
 
-:meth:`PackedStorage.advance` is the entrance of all such writes. It makes one of two plans, whose writes give the same
-rows, serials, episodes and counts, and tell the same listeners:
+:meth:`PackedStorage.advance` is the entrance of all such writes. It makes one of two
+plans, whose writes give the same rows, serials, episodes and counts, and tell the same
+listeners:
 
-- :class:`CompiledWrites`, for rows in host memory: one compiled call, which also sets the priorities of new rows.
+- :class:`CompiledWrites`, for rows in host memory: one compiled call, which also sets
+  the priorities of new rows.
 - :class:`TorchWrites`, for all others.
 
-A plan is used until rows, ring or episodes are replaced (the storage then drops it), listeners are added or removed, or
-a buffer of the storage gets another sampler. The caller holds the storage's lock.
+A plan is used until rows, ring or episodes are replaced (the storage then drops it),
+listeners are added or removed, or a buffer of the storage gets another sampler. The
+caller holds the storage's lock.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ class WritePlan(ABC):
         self.rows, self.ring = storage.all_rows(), storage.ring
         self.listeners = listeners_of(storage)
         self.changes = self.listeners.changes  # another number: make another plan
-        self.others: Iterable[Any] = self.listeners  # those that are told after the rows have been published
+        # those that are told after the rows have been published
+        self.others: Iterable[Any] = self.listeners
 
     @abstractmethod
     def write(
@@ -66,14 +71,17 @@ class WritePlan(ABC):
         tells: bool,
         record: Record | None,
     ) -> Any:
-        """Check the data, write the rows, and return their index; an error that the data causes changes nothing.
+        """Check the data, write the rows, and return their index; an error that the
+        data causes changes nothing.
 
         Args:
-            storage: the storage, to which the plan has no reference: whoever owns the storage can free it at once.
+            storage: the storage, to which the plan has no reference: whoever owns the
+                storage can free it at once.
             data: the rows.
             lead: the dims of each entry that number rows.
             count: the number of time steps, or of rows of single lanes.
-            lanes: the lane of each row, ``[n]`` int64, in host memory of its own; None: whole time steps.
+            lanes: the lane of each row, ``[n]`` int64, in host memory of its own; None:
+                whole time steps.
             lanes_first: whether the data is ``[E, n]``.
             is_one: whether the data is one time step without a dim for time.
             counts: the number of time steps that a writer has written.
@@ -94,18 +102,32 @@ class CompiledWrites(WritePlan):
         from rlbuf_td.kernels.batch import RING, write_cpu
 
         super().__init__(storage)
-        rows, ring, episodes, self.codes = self.rows, self.ring, storage.episodes, write_cpu
+        rows, ring, episodes, self.codes = (
+            self.rows,
+            self.ring,
+            storage.episodes,
+            write_cpu,
+        )
         stages: list[tuple[Any, Any]] = [
-            (each, each._stage_of_writes() if isinstance(each, Listener) else True) for each in self.listeners
+            (each, each._stage_of_writes() if isinstance(each, Listener) else True)
+            for each in self.listeners
         ]
         #: The priorities that compiled code sets, and the function that does so.
-        found: tuple[Any, Any] = next((stage for _, stage in stages if isinstance(stage, tuple)), (None, None))
+        found: tuple[Any, Any] = next(
+            (stage for _, stage in stages if isinstance(stage, tuple)), (None, None)
+        )
         self.priorities, entry_loop = found
-        self.others = Listeners(each for each, stage in stages if stage and stage != (self.priorities, entry_loop))
+        self.others = Listeners(
+            each
+            for each, stage in stages
+            if stage and stage != (self.priorities, entry_loop)
+        )
         self.has_others = len(self.others) > 0
         self.entries = getattr(rows, "entries", None)  # of deduplicated rows
-        self.needs_copies = any(leaf.dtype.is_complex for leaf in rows.layout.leaves)  # which may be conjugate views
-        self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by `lead`
+        # which may be conjugate views
+        self.needs_copies = any(leaf.dtype.is_complex for leaf in rows.layout.leaves)
+        # recognizes the leaves, by `lead`
+        self.expected: dict[torch.Size, HostTensors] = {}
         self.sources = np.empty(len(rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         self.ring_record = record_of(
@@ -121,10 +143,15 @@ class CompiledWrites(WritePlan):
             generations=0 if ring.generations is None else ring.generations.data_ptr(),
             episodes=0 if episodes is None else episodes.locate_rows(),
             entries=0 if self.entries is None else self.entries.address,
-            write_entries=0 if self.entries is None else write_cpu.write_entries.address,
+            write_entries=0
+            if self.entries is None
+            else write_cpu.write_entries.address,
             enter=0 if entry_loop is None else entry_loop.address,
         )
-        self.address, self.kernel = self.ring_record.ctypes.data, loop("batch.write_cpu", "write")
+        self.address, self.kernel = (
+            self.ring_record.ctypes.data,
+            loop("batch.write_cpu", "write"),
+        )
         self.lock = Lock()
 
     def write(
@@ -146,18 +173,32 @@ class CompiledWrites(WritePlan):
         index, pairs = None, bool(self.rows.lanes)
         if pairs or not is_one:
             rows = lead.numel()
-            index = torch.empty((rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu")
-        at = 0 if lanes is None else lanes.data_ptr(), lanes_first, 0 if index is None else index.data_ptr()
-        goes_on = tells and (self.has_others or (priorities is not None and priorities.file is not None))
+            index = torch.empty(
+                (rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu"
+            )
+        at = (
+            0 if lanes is None else lanes.data_ptr(),
+            lanes_first,
+            0 if index is None else index.data_ptr(),
+        )
+        goes_on = tells and (
+            self.has_others or (priorities is not None and priorities.file is not None)
+        )
         try:
             while True:
                 if entries is not None:
                     entries.reserve(lead.numel())
                     entries.begin(self.ring.head[:2])
-                entry = 0 if priorities is None else priorities.record_at(storage, self.ring)
+                entry = (
+                    0
+                    if priorities is None
+                    else priorities.record_at(storage, self.ring)
+                )
                 numbers = 0 if counts is None else addressof(counts.numbers.values)
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(self.address, count, *at, numbers, entry, goes_on)
+                    code = self.kernel(
+                        self.address, count, *at, numbers, entry, goes_on
+                    )
                 if code >= self.codes.IN_CELLS:
                     break
                 leaves = self._mend(storage, code, leaves, lanes)
@@ -178,7 +219,8 @@ class CompiledWrites(WritePlan):
         return found
 
     def _read(self, data: Any, lead: torch.Size) -> list[Tensor]:
-        """Store the addresses of the leaves of ``data``, converted if necessary; return the leaves.
+        """Store the addresses of the leaves of ``data``, converted if necessary; return
+        the leaves.
 
         Raises:
             SchemaError: the data does not match the rows.
@@ -187,7 +229,9 @@ class CompiledWrites(WritePlan):
         if expected is None:
             if len(self.expected) == _MOST_SIZES:
                 self.expected.clear()
-            expected = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
+            expected = HostTensors(
+                [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
+            )
             self.expected[lead] = expected
         leaves, unknown = self.rows.layout.find(data)
         places = None if unknown or self.needs_copies else expected.addresses(leaves)
@@ -197,15 +241,23 @@ class CompiledWrites(WritePlan):
         self.set_sources(self.sources.data, 0, *places)
         return leaves
 
-    def _mend(self, storage: PackedStorage, code: int, leaves: list[Tensor], lanes: Tensor | None) -> list[Tensor]:
-        """Remove the reason why nothing was written, or raise an error that says it; return the leaves."""
+    def _mend(
+        self,
+        storage: PackedStorage,
+        code: int,
+        leaves: list[Tensor],
+        lanes: Tensor | None,
+    ) -> list[Tensor]:
+        """Remove the reason why nothing was written, or raise an error that says it;
+        return the leaves."""
         if code == self.codes.UNFINISHED:  # a thread was interrupted while it recovered
             storage.recover()
         elif code == self.codes.UNWEIGHED:
             self.priorities.rule.refresh_weights()
         elif code == self.codes.OUTDATED:
             self.ring_record["generations"] = self.ring.generations.data_ptr()  # pyrefly: ignore [missing-attribute]
-        elif code == self.codes.OVERLAPPING:  # a row could be read after it was overwritten
+        # a row could be read after it was overwritten
+        elif code == self.codes.OVERLAPPING:
             leaves = [leaf.clone() for leaf in leaves]
             self.set_sources(self.sources.data, 0, *addresses_of(leaves))
         else:
@@ -239,7 +291,10 @@ class TorchWrites(WritePlan):
         if lanes_first:
             leaves = [leaf.transpose(0, 1) for leaf in leaves]
         if lanes is None:
-            lane, before = np.tile(np.arange(ring.lanes), count), np.arange(count).repeat(ring.lanes)
+            lane, before = (
+                np.tile(np.arange(ring.lanes), count),
+                np.arange(count).repeat(ring.lanes),
+            )
             more = np.full(ring.lanes, count)
         else:
             lane = lanes.numpy()
@@ -252,17 +307,25 @@ class TorchWrites(WritePlan):
         elif is_one:
             index = int(cells[0])
         if lead != (len(cells),):
-            leaves = [leaf.reshape(len(cells), *of.shape) for leaf, of in zip(leaves, rows.layout.leaves, strict=True)]
+            leaves = [
+                leaf.reshape(len(cells), *of.shape)
+                for leaf, of in zip(leaves, rows.layout.leaves, strict=True)
+            ]
         if (more > ring.steps).any():  # later rows of the call overwrite the others
             kept = more[lane] - before <= ring.steps
             where = torch.from_numpy(kept)
-            leaves, cells = [leaf[where.to(leaf.device)] for leaf in leaves], cells[kept]
+            leaves, cells = (
+                [leaf[where.to(leaf.device)] for leaf in leaves],
+                cells[kept],
+            )
         slot = None if lanes is not None or not ring.together else ring.cursor
         serials, longest = ring.serials, ring.longest
 
         def copy() -> None:
             if slot is None:
-                steps = int(extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max())
+                steps = int(
+                    extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max()
+                )
                 rows.matrix[longest:steps].zero_()  # those of other lanes are holes
             rows.append_(cells, leaves, serials)
 
@@ -282,10 +345,15 @@ class TorchWrites(WritePlan):
 
 
 def unwritable(storage: PackedStorage) -> str:
-    """Say in one line why compiled code cannot write the rows of a storage; "" if it can."""
+    """Say in one line why compiled code cannot write the rows of a storage; "" if it
+    can."""
     rows = storage.all_rows()
     if backend_of(rows.flat) != "numba":
-        return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
+        return (
+            "numba's compiler is off"
+            if rows.flat.is_cpu
+            else f"the rows are on {rows.flat.device}"
+        )
     if storage.episodes is not None and not storage.episodes.address:
         return "episodes are noted with torch"
     return f"the rows have ndim={storage.ndim}, above 2" if storage.ndim > 2 else ""
@@ -299,7 +367,8 @@ def refuse_lanes(lane: np.ndarray, lanes: int) -> None:
 
 
 def _occurrences(numbers: np.ndarray) -> np.ndarray:
-    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n log n)."""
+    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n
+    log n)."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
     found = np.empty(len(numbers), np.int64)

@@ -15,16 +15,24 @@ from rlbuf_td.storages.schema import SchemaError, walk
 if TYPE_CHECKING:
     pass
 
-_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
+# torch takes uint8 for a mask
+_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
 
 def is_mask(index: object) -> bool:
-    return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
+    return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (
+        torch.bool,
+        np.bool_,
+    )
 
 
 def is_index(index: Any) -> bool:
     """Whether ``index`` is a tensor of signed integers with at least one dim."""
-    is_index = isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
+    is_index = (
+        isinstance(index, torch.Tensor)
+        and index.ndim > 0
+        and index.dtype in _INDEX_DTYPES
+    )
     if is_index and index.is_cpu:
         address_of(index)  # refuses an index without memory
     return is_index
@@ -32,13 +40,15 @@ def is_index(index: Any) -> bool:
 
 def as_index(index: object) -> torch.Tensor:
     array = np.asarray(index)
-    if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):  # an empty list has a float dtype
+    # an empty list has a float dtype
+    if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):
         array = array.astype(np.int64, copy=False)
     return torch.as_tensor(array, device="cpu")
 
 
 def as_steps(cursor: object, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of unwritten steps.
+    """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of
+    unwritten steps.
 
     Otherwise negative indices count from the end of the ``live`` steps, as in reads.
     """
@@ -48,15 +58,21 @@ def as_steps(cursor: object, total: int, live: int, append: bool) -> np.ndarray:
         cursor = cursor.cpu().numpy()
     steps = np.atleast_1d(np.asarray(cursor))
     if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
-        raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
+        raise IndexError(
+            f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}"
+        )
     if not len(steps):
         raise IndexError("cannot write at an empty set of positions")
     if not append and steps.dtype.kind == "i":
         steps = np.where((steps < 0) & (steps >= -live), steps + live, steps)
     if steps.min() < 0 or steps.max() >= total:
         bad = steps[(steps < 0) | (steps >= total)][0]
-        raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
-    if append and len(np.unique(steps[steps >= live])) != max(0, int(steps.max()) + 1 - live):
+        raise IndexError(
+            f"position {bad} is out of range of a storage of {total} time steps"
+        )
+    if append and len(np.unique(steps[steps >= live])) != max(
+        0, int(steps.max()) + 1 - live
+    ):
         raise IndexError(
             f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
             "or pass set_cursor=False to write without counting the rows"
@@ -76,14 +92,20 @@ def wrapping(data: object, batch_size: str = "[n]") -> str:
 
 
 def stacked(data: object, dim: int = 0) -> Any:
-    """Stack a list of TensorDicts, tensorclasses or tensors, one per time step; other data stay the same."""
-    kinds: Any = (list, torch.Tensor) if isinstance(data, list) else (tuple,)  # a tuple of tensors is a pytree
+    """Stack a list of TensorDicts, tensorclasses or tensors, one per time step; other
+    data stay the same."""
+    # a tuple of tensors is a pytree
+    kinds: Any = (list, torch.Tensor) if isinstance(data, list) else (tuple,)
     if not isinstance(data, kinds[0]) or not data or isinstance(data, torch.Size):
         return data
-    if not all(isinstance(each, kinds[1:]) or is_tensor_collection(each) for each in data):
+    if not all(
+        isinstance(each, kinds[1:]) or is_tensor_collection(each) for each in data
+    ):
         return data
     if len({each.shape for each in data}) > 1:
-        raise SchemaError(f"cannot stack steps of different batch sizes: {sorted({(*each.shape,) for each in data})}")
+        raise SchemaError(
+            f"cannot stack steps of different batch sizes: {sorted({(*each.shape,) for each in data})}"
+        )
     try:
         return torch.stack(list(data), dim)
     except (RuntimeError, TypeError) as error:
@@ -91,24 +113,37 @@ def stacked(data: object, dim: int = 0) -> Any:
 
 
 def refuse_shape(data: TensorDictBase, lead: int) -> NoReturn:
-    """Raise an error for data with too few batch dims; ``lead``: how many it must have."""
+    """Raise an error for data with too few batch dims; ``lead``: how many it must
+    have."""
     if data.ndim:
-        raise SchemaError(f"extend takes batch size [E, T] (lanes, time) with ndim={lead}, got {[*data.shape]}")
-    shapes = {(*value.shape[:lead],) for _, value in walk(data) if isinstance(value, torch.Tensor)}
+        raise SchemaError(
+            f"extend takes batch size [E, T] (lanes, time) with ndim={lead}, got {[*data.shape]}"
+        )
+    shapes = {
+        (*value.shape[:lead],)
+        for _, value in walk(data)
+        if isinstance(value, torch.Tensor)
+    }
     (common,) = shapes if len(shapes) == 1 else ((),)
     what = "a single one: use add"
     if len(common) == lead:
-        remedy = f"pass TensorDict(data, {[*common]}), or, if it is a single one, use add"
+        remedy = (
+            f"pass TensorDict(data, {[*common]}), or, if it is a single one, use add"
+        )
         what = f"a TensorDict without batch size, whose entries all have the leading dims {[*common]}: {remedy}"
-    raise ValueError(f"extend takes several transitions, {'[n]' if lead == 1 else '[E, T]'}, got {what}")
+    raise ValueError(
+        f"extend takes several transitions, {'[n]' if lead == 1 else '[E, T]'}, got {what}"
+    )
 
 
 class Beginning(int):
-    """A lane whose next row begins an episode, because another actor takes the lane over."""
+    """A lane whose next row begins an episode, because another actor takes the lane
+    over."""
 
 
 def as_lanes(lanes: object, rows: int) -> torch.Tensor:
-    """Return a lane for each of ``rows`` rows, ``[n]`` int64, from an int or from one lane per row.
+    """Return a lane for each of ``rows`` rows, ``[n]`` int64, from an int or from one
+    lane per row.
 
     Raises:
         TypeError: lanes are not integers.
@@ -116,15 +151,29 @@ def as_lanes(lanes: object, rows: int) -> torch.Tensor:
     """
     if isinstance(lanes, torch.Tensor) and lanes.is_cpu:
         address_of(lanes)  # refuses lanes without memory
-    array = lanes.numpy(force=True) if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
+    array = (
+        lanes.numpy(force=True)
+        if isinstance(lanes, torch.Tensor)
+        else np.asarray(lanes)
+    )
     if array.dtype.kind not in "iu":
-        raise TypeError(f"lanes must be integers, one per row or one for all, got {array.dtype}")
+        raise TypeError(
+            f"lanes must be integers, one per row or one for all, got {array.dtype}"
+        )
     if array.size != 1 and array.shape != (rows,):
-        raise ValueError(f"lanes of shape {array.shape} for {rows} rows: pass one lane per row, or one for all")
-    # In memory of its own: nobody can change the lanes after their range has been checked.
-    return torch.from_numpy(np.full(rows, array.reshape(-1) if array.size == 1 else array, np.int64))
+        raise ValueError(
+            f"lanes of shape {array.shape} for {rows} rows: pass one lane per row, or one for all"
+        )
+    # In memory of its own: nobody can change the lanes after their range has been
+    # checked.
+    return torch.from_numpy(
+        np.full(rows, array.reshape(-1) if array.size == 1 else array, np.int64)
+    )
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    copies = (each.clone(memory_format=torch.contiguous_format) for each in (one, other))  # with strides of their own
+    # with strides of their own
+    copies = (
+        each.clone(memory_format=torch.contiguous_format) for each in (one, other)
+    )
     return torch.equal(*(each.flatten().view(torch.uint8) for each in copies))

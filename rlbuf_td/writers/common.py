@@ -28,15 +28,16 @@ _CURSOR = 3  # its place in the numbers of a TimeWriter
 
 
 class CountingWriter(Writer, Recovers):
-    """Abstract base of this package's writers, which keep their counts in numbers that processes can share."""
+    """Abstract base of this package's writers, which keep their counts in numbers that
+    processes can share."""
 
     _storage: PackedStorage
 
     def count_in(self, numbers: SharedNumbers, planned: int = 1) -> None:
         """Keep the counts in these numbers.
 
-        The first is the write count. A write plans the first ``planned`` ones, in the numbers after them, see
-        :class:`Planned`.
+        The first is the write count. A write plans the first ``planned`` ones, in the
+        numbers after them, see :class:`Planned`.
         """
         self.numbers, self.planned = numbers, Planned(numbers, 0, planned, planned)
 
@@ -49,14 +50,20 @@ class CountingWriter(Writer, Recovers):
         self.numbers[0] = count
 
     def register_storage(self, storage: Storage) -> None:
-        """Set the storage to write to; ValueError if the writer already has another storage."""
+        """Set the storage to write to; ValueError if the writer already has another
+        storage."""
         if self._storage not in (None, storage):
-            raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
-        require_packed(storage, f"a {type(self).__name__}", "use one, or a writer of TorchRL's")
+            raise ValueError(
+                "this writer writes to the storage of another buffer: use one writer per buffer"
+            )
+        require_packed(
+            storage, f"a {type(self).__name__}", "use one, or a writer of TorchRL's"
+        )
         super().register_storage(storage)
 
     def share_memory_(self) -> None:
-        """Share the counts with processes that are forked later, or spawned with this writer as an argument."""
+        """Share the counts with processes that are forked later, or spawned with this
+        writer as an argument."""
         self.numbers.share_memory_()
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
@@ -70,7 +77,9 @@ class CountingWriter(Writer, Recovers):
 
     def loads(self, path: str | Path) -> None:
         """Restore a dump; ValueError, and no change, if a number is out of range."""
-        self.load_state_dict(torch.load(Path(path, _STATE_FILE), map_location="cpu", weights_only=True))
+        self.load_state_dict(
+            torch.load(Path(path, _STATE_FILE), map_location="cpu", weights_only=True)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rng": None}
@@ -80,14 +89,18 @@ class CountingWriter(Writer, Recovers):
 
 
 class TimeWriter(CountingWriter, RoundRobinWriter):
-    """Abstract base of the writers that write time steps in order; position 0 follows the last position.
+    """Abstract base of the writers that write time steps in order; position 0 follows
+    the last position.
 
-    If a subclass has the :meth:`add`, :meth:`extend` and :meth:`append` of this class, a :class:`ReplayBuffer` calls
-    :meth:`PackedStorage.advance` itself, as they do: see ``Parts.writes_directly``.
+    If a subclass has the :meth:`add`, :meth:`extend` and :meth:`append` of this class,
+    a :class:`ReplayBuffer` calls :meth:`PackedStorage.advance` itself, as they do: see
+    ``Parts.writes_directly``.
     """
 
-    appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
-    begins_anew = False  # whether the next write, to the first slot, removes the rows so far
+    # whether single lanes of a PackedStorage can be written, see :meth:`append`
+    appends = True
+    # whether the next write, to the first slot, removes the rows so far
+    begins_anew = False
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.count_in(SharedNumbers("q", [0, -1, 0, 0]))
@@ -95,8 +108,13 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
 
     @property
     def _cursor(self) -> int:
-        """The time step to write next: the rows of a PackedStorage tell it, which other buffers may have written."""
-        return self.numbers[_CURSOR] if self._storage is None else self._storage.ring.cursor
+        """The time step to write next: the rows of a PackedStorage tell it, which other
+        buffers may have written."""
+        return (
+            self.numbers[_CURSOR]
+            if self._storage is None
+            else self._storage.ring.cursor
+        )
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
@@ -104,17 +122,21 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
 
     @property
     def counts_generations(self) -> bool:
-        """Whether this writer, or another writer of the storage, counts the writes to each position."""
+        """Whether this writer, or another writer of the storage, counts the writes to
+        each position."""
         return self._track_generations or self._generation is not None
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
-        """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
+        """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index.
+        Errors: see :meth:`extend`."""
         return self._write(data, single=True)
 
     def extend(self, data: object) -> torch.Tensor:
-        """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if ``ndim > 1``, ``[n * lanes, ndim]``.
+        """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if
+        ``ndim > 1``, ``[n * lanes, ndim]``.
 
-        Transitions are written in order. If ``n`` exceeds the capacity, only the last transitions are stored.
+        Transitions are written in order. If ``n`` exceeds the capacity, only the last
+        transitions are stored.
 
         Raises:
             ValueError: ``data`` is empty.
@@ -124,21 +146,28 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
 
     def _write(self, data: object, single: bool = False) -> Any:
         from_slot = 0 if self.begins_anew else None
-        index = self._storage.advance(data, self.planned, from_slot=from_slot, single=single)
+        index = self._storage.advance(
+            data, self.planned, from_slot=from_slot, single=single
+        )
         if self.counts_generations:
             lanes = self._storage.ring.lanes
-            self._bump_generation(index[::lanes, 0] if self._storage.ndim > 1 else index, data)
+            self._bump_generation(
+                index[::lanes, 0] if self._storage.ndim > 1 else index, data
+            )
         return index
 
     def append(self, lanes: object, data: TensorDictBase) -> torch.Tensor:
-        """Write rows, ``[n]``, each after the newest row of its lane; return their index, ``[n, 2]``.
+        """Write rows, ``[n]``, each after the newest row of its lane; return their
+        index, ``[n, 2]``.
 
-        The arguments and errors are those of :meth:`PackedStorage.advance`. :attr:`_write_count` increases by n.
+        The arguments and errors are those of :meth:`PackedStorage.advance`.
+        :attr:`_write_count` increases by n.
         """
         return self._storage.advance(data, self.planned, lanes=lanes)
 
     def write_at(self, index: int | torch.Tensor, data: object) -> int | torch.Tensor:
-        """Write to the time steps ``index`` without moving the cursor; return the index of the written rows."""
+        """Write to the time steps ``index`` without moving the cursor; return the index
+        of the written rows."""
         count = self._write_count
         try:
             return super().write_at(index, without_index(data))
@@ -147,7 +176,8 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             raise
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a result of ``state_dict()``; ValueError, and no change, if a number is out of range."""
+        """Restore a result of ``state_dict()``; ValueError, and no change, if a number
+        is out of range."""
         with state_of(self):
             self._refuse_state(state_dict)
             super().load_state_dict(state_dict)
@@ -157,15 +187,21 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         saved_number("cursor", state["_cursor"], 0, MOST)
         saved_number("write count", state.get("_write_count", 0), 0, MOST)
         generation = state.get("_generation")
-        if generation is not None and (generation.ndim, generation.dtype) != (1, torch.int64):
-            raise ValueError(f"the saved generations are {generation.dtype} of shape {tuple(generation.shape)}")
+        if generation is not None and (generation.ndim, generation.dtype) != (
+            1,
+            torch.int64,
+        ):
+            raise ValueError(
+                f"the saved generations are {generation.dtype} of shape {tuple(generation.shape)}"
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
 
 
 def keeps_order(writer: object) -> bool | None:
-    """Whether a writer writes one time step after another; None if only its writes can tell.
+    """Whether a writer writes one time step after another; None if only its writes can
+    tell.
 
     A writer's class may have an attribute ``keeps_order``.
     """
@@ -178,4 +214,8 @@ def keeps_order(writer: object) -> bool | None:
 
 
 def without_index(data: object) -> Any:
-    return data.exclude("index") if isinstance(data, TensorDictBase) and "index" in data.keys() else data
+    return (
+        data.exclude("index")
+        if isinstance(data, TensorDictBase) and "index" in data.keys()
+        else data
+    )

@@ -17,22 +17,27 @@ from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.keys import as_tuple
 
 Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
-"""Computes ``(advantage, value_target)`` of a rollout, see :class:`~rlbuf_td.writers.RolloutWriter`."""
+"""Computes ``(advantage, value_target)`` of a rollout, see
+:class:`~rlbuf_td.writers.RolloutWriter`."""
 
 
 class Estimates(NamedTuple):
-    """Estimates for a rollout, and the number of rows on which the value network was called."""
+    """Estimates for a rollout, and the number of rows on which the value network was
+    called."""
 
     value: Tensor
     advantage: Tensor
     value_target: Tensor
     rows_asked: int
-    mask: Tensor | None  # which agents act, [T, *lanes, agents] bool; None: the values are not those of agents
+    # which agents act, [T, *lanes, agents] bool; None: the values are not those of
+    # agents
+    mask: Tensor | None
 
 
 @dataclass
 class RolloutEstimator:
-    """Computes the estimates of rollouts, with the arguments of a :class:`~rlbuf_td.writers.RolloutWriter`."""
+    """Computes the estimates of rollouts, with the arguments of a
+    :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float
@@ -45,18 +50,33 @@ class RolloutEstimator:
     truncated_key: NestedKey
     trajectory_key: NestedKey
 
-    def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates for ``rows``, ``[T, *lanes]``; unless ``has_values``, the network computes values."""
+    def estimate(
+        self, rows: TensorDictBase, ndim: int, *, has_values: bool = True
+    ) -> Estimates:
+        """Return the estimates for ``rows``, ``[T, *lanes]``; unless ``has_values``,
+        the network computes values."""
         lead = rows.batch_size[:ndim]
         reward = entry(rows, self.reward_key)
         value = rows.get(self.value_key, None) if has_values else None
         asked = 0
         if value is None:
-            value, asked = self._network_values(rows, lead).to(self.dtype(reward, has_values=False)), lead.numel()
+            value, asked = (
+                self._network_values(rows, lead).to(
+                    self.dtype(reward, has_values=False)
+                ),
+                lead.numel(),
+            )
         value = value.detach()
         if value.shape != reward.shape:
-            names, shapes = (self.value_key, self.reward_key), (tuple(value.shape), tuple(reward.shape))
-            raise ValueError("values {!r} and rewards {!r} must share one shape, got {} and {}".format(*names, *shapes))
+            names, shapes = (
+                (self.value_key, self.reward_key),
+                (tuple(value.shape), tuple(reward.shape)),
+            )
+            raise ValueError(
+                "values {!r} and rewards {!r} must share one shape, got {} and {}".format(
+                    *names, *shapes
+                )
+            )
         ends, terminated = self._ends(rows, value, ndim)
         mask, absent = self.mask_of(rows), None
         if mask is not None:
@@ -66,38 +86,54 @@ class RolloutEstimator:
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
         inputs = value, next_value, reward, ends, terminated
         if self.own is None:
-            advantage, target = generalized_advantage_estimate(self.gamma, self.lmbda, *inputs, time_dim=0)
+            advantage, target = generalized_advantage_estimate(
+                self.gamma, self.lmbda, *inputs, time_dim=0
+            )
         else:
             advantage, target = self._call_own(rows, inputs, ndim)
         if absent is not None:
-            advantage, target = advantage.masked_fill(absent, 0), target.masked_fill(absent, 0)
+            advantage, target = (
+                advantage.masked_fill(absent, 0),
+                target.masked_fill(absent, 0),
+            )
         return Estimates(value, advantage, target, asked + more, mask)
 
     @property
     def group(self) -> tuple[str, ...]:
-        """The group of agents of the rewards: ``("knight",)`` for ``("next", "knight", "reward")``, else empty."""
+        """The group of agents of the rewards: ``("knight",)`` for
+        ``("next", "knight", "reward")``, else empty."""
         return as_tuple(self.reward_key)[1:-1]
 
     def mask_of(self, rows: TensorDictBase) -> Tensor | None:
-        """Return which agents of the group act, bool, ``[*batch, agents]``; None if no mask is stored."""
+        """Return which agents of the group act, bool, ``[*batch, agents]``; None if no
+        mask is stored."""
         mask = rows.get((*self.group, "mask"), None) if self.group else None
         return mask if mask is not None and mask.dtype is torch.bool else None
 
-    def normalized(self, advantage: Tensor, acts: Tensor | None, is_row: Tensor | None = None) -> Tensor:
-        """Return normalized advantages, 0 for agents that do not act; ``is_row``, ``[*batch]``: False for padding."""
+    def normalized(
+        self, advantage: Tensor, acts: Tensor | None, is_row: Tensor | None = None
+    ) -> Tensor:
+        """Return normalized advantages, 0 for agents that do not act; ``is_row``,
+        ``[*batch]``: False for padding."""
         if acts is None:
             return normalize(advantage, mask=is_row)
         counts = acts if is_row is None else acts & is_row[..., None]
-        return normalize(advantage, mask=counts).masked_fill(~expand_as_right(acts, advantage), 0)
+        return normalize(advantage, mask=counts).masked_fill(
+            ~expand_as_right(acts, advantage), 0
+        )
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the dtype of estimates: the network's if the network computes values, else the dtype of ``like``."""
+        """Return the dtype of estimates: the network's if the network computes values,
+        else the dtype of ``like``."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
-    def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return tensors shaped like ``value``: whether each step ends a trajectory, and whether it is terminated."""
+    def _ends(
+        self, rows: TensorDictBase, value: Tensor, ndim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return tensors shaped like ``value``: whether each step ends a trajectory,
+        and whether it is terminated."""
         done, terminated = self._flags(rows, value, ndim)
         trajectory = rows.get(self.trajectory_key, None)
         if trajectory is None:
@@ -111,26 +147,44 @@ class RolloutEstimator:
         ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
 
-    def _flags(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return whether each step is done and terminated, by the flags of the group's agents and those of the step."""
-        found = self._pair((self.done_key, self.terminated_key, self.truncated_key), rows, value, ndim)
+    def _flags(
+        self, rows: TensorDictBase, value: Tensor, ndim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return whether each step is done and terminated, by the flags of the group's
+        agents and those of the step."""
+        found = self._pair(
+            (self.done_key, self.terminated_key, self.truncated_key), rows, value, ndim
+        )
         own = None
         if self.group:
             beside = as_tuple(self.reward_key)[:-1]
-            keys = tuple((*beside, name) for name in ("done", "terminated", "truncated"))
+            keys = tuple(
+                (*beside, name) for name in ("done", "terminated", "truncated")
+            )
             own = self._pair(keys, rows, value, ndim)
         if found is None and own is None:
-            raise SchemaError(f"no {self.done_key!r} in the data; there are {_names(rows)}")
+            raise SchemaError(
+                f"no {self.done_key!r} in the data; there are {_names(rows)}"
+            )
         if found is None or own is None:
             return own or found  # pyrefly: ignore [bad-return]
-        return found[0] | own[0], own[1]  # an agent that is not done does not terminate with the others
+        # an agent that is not done does not terminate with the others
+        return found[0] | own[0], own[1]
 
     def _pair(
-        self, keys: tuple[NestedKey, ...], rows: TensorDictBase, value: Tensor, ndim: int
+        self,
+        keys: tuple[NestedKey, ...],
+        rows: TensorDictBase,
+        value: Tensor,
+        ndim: int,
     ) -> tuple[Tensor, Tensor] | None:
-        """Return whether each step is done and terminated, by the flags at ``keys``; None if the flags are missing."""
-        # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets ``truncated`` on every step.
-        done, terminated, truncated = (self._flag(rows, key, value, ndim) for key in keys)
+        """Return whether each step is done and terminated, by the flags at ``keys``;
+        None if the flags are missing."""
+        # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets
+        # ``truncated`` on every step.
+        done, terminated, truncated = (
+            self._flag(rows, key, value, ndim) for key in keys
+        )
         if done is None:
             if terminated is None or truncated is None:
                 return None
@@ -139,23 +193,38 @@ class RolloutEstimator:
             terminated = done if truncated is None else done & ~truncated
         return done, terminated
 
-    def _flag(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
-        """Return the bool flags of ``key`` in the shape of the values; ``None`` if the flags are missing."""
+    def _flag(
+        self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int
+    ) -> Tensor | None:
+        """Return the bool flags of ``key`` in the shape of the values; ``None`` if the
+        flags are missing."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
         lead = value.shape[:ndim]
-        if flags.ndim == value.ndim and flags.shape[:-1] == value.shape[:-1] and flags.shape[-1] == 1:
+        if (
+            flags.ndim == value.ndim
+            and flags.shape[:-1] == value.shape[:-1]
+            and flags.shape[-1] == 1
+        ):
             return flags.expand(value.shape)
         if flags.numel() != lead.numel():
             expected = f"the values' shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
-            raise ValueError(f"{key!r} of shape {tuple(flags.shape)} fits neither {expected}")
+            raise ValueError(
+                f"{key!r} of shape {tuple(flags.shape)} fits neither {expected}"
+            )
         return flags.reshape(lead + (1,) * (value.ndim - ndim)).expand(value.shape)
 
     def _next_values(
-        self, rows: TensorDictBase, value: Tensor, ends: Tensor, terminated: Tensor, ndim: int
+        self,
+        rows: TensorDictBase,
+        value: Tensor,
+        ends: Tensor,
+        terminated: Tensor,
+        ndim: int,
     ) -> tuple[Tensor, int]:
-        """Return the value of each next state, and the number of rows on which the network was called."""
+        """Return the value of each next state, and the number of rows on which the
+        network was called."""
         next_value = torch.cat((value[1:], torch.zeros_like(value[:1])))
         breaks = ends & ~terminated
         breaks[-1] = ~terminated[-1]
@@ -176,52 +245,100 @@ class RolloutEstimator:
 
     @torch.no_grad()
     def _network_values(
-        self, data: TensorDictBase, shape: torch.Size, index: tuple[Tensor, ...] | None = None
+        self,
+        data: TensorDictBase,
+        shape: torch.Size,
+        index: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Call the network on ``data``, or on the rows ``data[index]``; return values ``[*shape, *F]``."""
+        """Call the network on ``data``, or on the rows ``data[index]``; return values
+        ``[*shape, *F]``."""
         network = self.value_network
         if network is None:
-            why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
+            why = (
+                f"there is no {self.value_key!r} in the data"
+                if index is None
+                else "their trajectories break off"
+            )
             remedy = "Pass value_network=, a TensorDict module that writes it"
             raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}")
         entries = {key: entry(data, key) for key in network.in_keys}
-        inputs = TensorDict({key: x if index is None else x[index] for key, x in entries.items()}, shape)
+        inputs = TensorDict(
+            {key: x if index is None else x[index] for key, x in entries.items()}, shape
+        )
         parameter = next(network.parameters(), None)
-        out = network(inputs if parameter is None else inputs.to(parameter.device)).get(self.value_key, None)
+        out = network(inputs if parameter is None else inputs.to(parameter.device)).get(
+            self.value_key, None
+        )
         if out is None:
-            raise SchemaError(f"the value network writes {list(network.out_keys)}, not {self.value_key!r}")
+            raise SchemaError(
+                f"the value network writes {list(network.out_keys)}, not {self.value_key!r}"
+            )
         return out.to(next(iter(entries.values())).device)
 
     @torch.no_grad()
-    def _call_own(self, rows: TensorDictBase, inputs: tuple[Tensor, ...], ndim: int) -> tuple[Tensor, Tensor]:
-        """Return what the user's estimator computes, which gets and returns ``[*lanes, T, *F]``; time is dim 0 here."""
-        next_key = ("next", *((self.value_key,) if isinstance(self.value_key, str) else self.value_key))
+    def _call_own(
+        self, rows: TensorDictBase, inputs: tuple[Tensor, ...], ndim: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the user's estimator computes, which gets and returns
+        ``[*lanes, T, *F]``; time is dim 0 here."""
+        next_key = (
+            "next",
+            *((self.value_key,) if isinstance(self.value_key, str) else self.value_key),
+        )
         data = rows.copy()
         for key, x in zip(
-            (self.value_key, next_key, self.reward_key, self.done_key, self.terminated_key), inputs, strict=True
+            (
+                self.value_key,
+                next_key,
+                self.reward_key,
+                self.done_key,
+                self.terminated_key,
+            ),
+            inputs,
+            strict=True,
         ):
             data.set(key, x)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
         found = self.own(data)  # pyrefly: ignore [not-callable]
         _refuse_estimates(found, inputs[0].movedim(0, ndim - 1))
         advantage, target = found
-        return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(ndim - 1, 0)
+        return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(
+            ndim - 1, 0
+        )
 
 
 def _refuse_estimates(found: object, value: Tensor) -> None:
-    """Raise an error unless ``found`` is a tuple of two finite tensors like ``value``."""
-    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) for x in found)):
-        remedy = 'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
+    """Raise an error unless ``found`` is a tuple of two finite tensors like
+    ``value``."""
+    if not (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and all(isinstance(x, Tensor) for x in found)
+    ):
+        remedy = (
+            'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
+        )
         got = type(found).__name__
-        raise TypeError(f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}")
+        raise TypeError(
+            f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}"
+        )
     for name, x in zip(("advantage", "value_target"), found, strict=True):
-        shown, expected = (f"{y.dtype} of shape {[*y.shape]} on {y.device}" for y in (x, value))
+        shown, expected = (
+            f"{y.dtype} of shape {[*y.shape]} on {y.device}" for y in (x, value)
+        )
         if shown != expected:
-            raise ValueError(f"estimator returned {name} as {shown}, expected {expected}, like the values")
+            raise ValueError(
+                f"estimator returned {name} as {shown}, expected {expected}, like the values"
+            )
         wrong = ~x.isfinite()
         if wrong.any():
-            count, first = f"{int(wrong.sum())} of {x.numel()}", wrong.nonzero()[0].tolist()
-            raise ValueError(f"estimator returned NaN or infinity: {count} of {name}, first at {first}")
+            count, first = (
+                f"{int(wrong.sum())} of {x.numel()}",
+                wrong.nonzero()[0].tolist(),
+            )
+            raise ValueError(
+                f"estimator returned NaN or infinity: {count} of {name}, first at {first}"
+            )
 
 
 def entry(data: TensorDictBase, key: NestedKey) -> Any:

@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 
     from rlbuf_td.storages import PackedStorage
 
-_TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(4, 9)  # places in the numbers of a QueueWriter
+# places in the numbers of a QueueWriter
+_TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(4, 9)
 
 
 class QueueWriter(TimeWriter):
-    """Writes the rows of a queue: no row is replaced before a :class:`QueueSampler` has taken the row.
+    """Writes the rows of a queue: no row is replaced before a :class:`QueueSampler` has
+    taken the row.
 
-    The storage's capacity limits the number of rows not yet taken. In an :class:`ExperienceQueue`, a write waits for
-    free space instead of raising ``queue.Full``.
+    The storage's capacity limits the number of rows not yet taken. In an
+    :class:`ExperienceQueue`, a write waits for free space instead of raising
+    ``queue.Full``.
 
     Raises:
         queue.Full: (on writing) there is too little free space; nothing has changed.
-        ValueError: (on writing) the data is empty, or longer than the capacity. Making a buffer raises this error if
-            ``storage.ndim > 1``.
-        SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
+        ValueError: (on writing) the data is empty, or longer than the capacity. Making
+            a buffer raises this error if ``storage.ndim > 1``.
+        SchemaError: (on writing) the data does not match the stored rows; nothing has
+            changed.
 
     Cost: the same as for :class:`RingWriter`.
 
@@ -47,14 +51,18 @@ class QueueWriter(TimeWriter):
 
     def __init__(self) -> None:
         super().__init__()
-        # Those of `TimeWriter`, then: rows taken, 1 after a shutdown, rows of the largest write; rows taken before the
-        # process that took the last ones got the lock, and when it got the lock, see :attr:`ProcessLock.turn`.
+        # Those of `TimeWriter`, then: rows taken, 1 after a shutdown, rows of the
+        # largest write; rows taken before the process that took the last ones got the
+        # lock, and when it got the lock, see :attr:`ProcessLock.turn`.
         self.count_in(SharedNumbers("q", [0, -1, 0, 0, 0, 0, 0, 0, -1]))
 
     def register_storage(self, storage: Storage) -> None:
-        """Set the storage to write to; rows that are already in the storage count as taken."""
+        """Set the storage to write to; rows that are already in the storage count as
+        taken."""
         if storage.ndim > 1:
-            raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
+            raise ValueError(
+                f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory"
+            )
         super().register_storage(storage)
         self.numbers[_TAKEN] = self._write_count
 
@@ -64,7 +72,8 @@ class QueueWriter(TimeWriter):
         return bool(self.numbers[_CLOSED])
 
     def close(self) -> None:
-        """Mark the queue as shut down in all processes: calls of an :class:`ExperienceQueue` then raise an error."""
+        """Mark the queue as shut down in all processes: calls of an
+        :class:`ExperienceQueue` then raise an error."""
         self.numbers[_CLOSED] = 1
 
     @property
@@ -78,36 +87,52 @@ class QueueWriter(TimeWriter):
         return self.numbers[_LARGEST]
 
     def take(self, count: int) -> torch.Tensor:
-        """Mark the oldest ``count`` waiting rows as taken; return their index. The caller holds the buffer's lock."""
+        """Mark the oldest ``count`` waiting rows as taken; return their index. The
+        caller holds the buffer's lock."""
         steps, numbers = capacity_in_steps(self._storage), self.numbers
-        if self._storage.shared_rows is not None and numbers[_TURN] != self._storage.lock.turn:
+        if (
+            self._storage.shared_rows is not None
+            and numbers[_TURN] != self._storage.lock.turn
+        ):
             numbers[_BEFORE], numbers[_TURN] = numbers[_TAKEN], self._storage.lock.turn
         start = self._cursor - self.waiting
-        numbers[_TAKEN] = self._write_count - self.waiting + count  # atomic: all rows are taken, or none
+        # atomic: all rows are taken, or none
+        numbers[_TAKEN] = self._write_count - self.waiting + count
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
-        """Count as waiting what a process that died was taking; see :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        """Count as waiting what a process that died was taking; see
+        :class:`~rlbuf_td.storages.listeners.Recovers`."""
         super().recover(storage, new)
         if storage.shared_rows is not None and self.numbers[_TURN] == storage.lock.turn:
             self.numbers[_TAKEN] = self.numbers[_BEFORE]
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one row and return its index; raise the errors that the class documents."""
-        self._refuse_more_than_fits(1, capacity_in_steps(self._storage, single_data=data))
+        """Write one row and return its index; raise the errors that the class
+        documents."""
+        self._refuse_more_than_fits(
+            1, capacity_in_steps(self._storage, single_data=data)
+        )
         return super().add(data)
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Write ``[n]`` rows in order and return their index; raise the errors that the class documents."""
-        self._refuse_more_than_fits(len(data), capacity_in_steps(self._storage, batched_data=data))
+        """Write ``[n]`` rows in order and return their index; raise the errors that the
+        class documents."""
+        self._refuse_more_than_fits(
+            len(data), capacity_in_steps(self._storage, batched_data=data)
+        )
         return super().extend(data)
 
     def _refuse_more_than_fits(self, count: int, steps: int) -> None:
         if count > steps:
-            raise ValueError(f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it")
+            raise ValueError(
+                f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it"
+            )
         if count > steps - self.waiting:
             remedy = "sample in another thread or process, or make the storage larger"
-            raise Full(f"{count} rows do not fit, because {self.waiting} of {steps} wait to be taken: {remedy}")
+            raise Full(
+                f"{count} rows do not fit, because {self.waiting} of {steps} wait to be taken: {remedy}"
+            )
         if count > self.numbers[_LARGEST]:
             self.numbers[_LARGEST] = count
 
@@ -124,6 +149,7 @@ class QueueWriter(TimeWriter):
         saved_number("count of taken rows", state["taken"], 0, state["_write_count"])
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
+        """Restore a state that :meth:`state_dict` returned; ValueError, and no change,
+        if it is invalid."""
         super().load_state_dict(state_dict)
         self.numbers[_TAKEN] = state_dict["taken"]

@@ -24,43 +24,55 @@ if TYPE_CHECKING:
 
 _STATE = "_write_count", "following", "threshold"
 _NUMBERS = len(_STATE)
-_LEAST, _MOST = 2.0**-54, 1 << 62  # least uniform number u, so that log(1 - u) < 0; most skipped time steps
+# least uniform number u, so that log(1 - u) < 0; most skipped time steps
+_LEAST, _MOST = 2.0**-54, 1 << 62
 
 
 class Choice(NamedTuple):
-    """Which time steps of a write are stored, and the state of the algorithm after the write."""
+    """Which time steps of a write are stored, and the state of the algorithm after the
+    write."""
 
-    filled: int  # number of time steps, from the start of the write, that fill free slots
-    #: (position in the write, in the storage) of steps that replace others, also of those that do not stay
+    # number of time steps, from the start of the write, that fill free slots
+    filled: int
+    #: (position in the write, in the storage) of steps that replace others, also of
+    # those that do not stay
     kept: list[tuple[int, int]]
-    state: tuple[int, int, int]  # steps written, the next one to store, and the bits of ``log_threshold``
+    # steps written, the next one to store, and the bits of ``log_threshold``
+    state: tuple[int, int, int]
 
 
 class ReservoirWriter(CountingWriter):
-    r"""Keeps a uniform sample of all time steps ever written: each is in the buffer with the same probability.
+    r"""Keeps a uniform sample of all time steps ever written: each is in the buffer
+    with the same probability.
 
-    The first T time steps fill the buffer. After N time steps in total, each one is stored with probability ``T / N``,
-    and every set of T time steps is equally likely. With ``ndim=2``, all lanes of a time step are stored or dropped
-    together. The stored rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`,
-    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`. Store ``"next"`` with each transition,
-    because the following row is not the following time step.
+    The first T time steps fill the buffer. After N time steps in total, each one is
+    stored with probability ``T / N``, and every set of T time steps is equally likely.
+    With ``ndim=2``, all lanes of a time step are stored or dropped together. The stored
+    rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`,
+    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`. Store
+    ``"next"`` with each transition, because the following row is not the following time
+    step.
 
-    ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates skip this index.
-    :attr:`ReplayBuffer.write_count` also counts dropped time steps.
+    ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates
+    skip this index. :attr:`ReplayBuffer.write_count` also counts dropped time steps.
 
     Raises:
         TypeError: (on making a buffer) the storage is no :class:`PackedStorage`.
-        SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
-        ValueError: (on writing) the data is empty; (on making a buffer) the sampler needs rows in time order.
+        SchemaError: (on writing) the data does not match the stored rows; nothing has
+            changed.
+        ValueError: (on writing) the data is empty; (on making a buffer) the sampler
+            needs rows in time order.
 
-    Cost: to write n time steps, O(n) for the index, and a copy of the stored time steps. Of N time steps in total,
-    an expected O(T (1 + log(N / T))) are written to the storage. The writer draws random numbers when the storage
-    becomes full, and for each time step that replaces another. The numbers come from the buffer's generator or, without
-    one, from torch's default generator.
+    Cost: to write n time steps, O(n) for the index, and a copy of the stored time
+    steps. Of N time steps in total, an expected O(T (1 + log(N / T))) are written to
+    the storage. The writer draws random numbers when the storage becomes full, and for
+    each time step that replaces another. The numbers come from the buffer's generator
+    or, without one, from torch's default generator.
 
-    Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
-    Complexity O(n(1 + log(N/n))), 1994. Used for average policies (NFSP, Heinrich and Silver 2016) and distillation.
-    TorchRL has no reservoir writer.
+    Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li,
+    Reservoir-Sampling Algorithms of Time Complexity O(n(1 + log(N/n))), 1994. Used for
+    average policies (NFSP, Heinrich and Silver 2016) and distillation. TorchRL has no
+    reservoir writer.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -75,49 +87,70 @@ class ReservoirWriter(CountingWriter):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        # Number of time steps written, the next time step to store, and the bits of the float64 ``log_threshold``; then
-        # four for what a write plans.
+        # Number of time steps written, the next time step to store, and the bits of the
+        # float64 ``log_threshold``; then four for what a write plans.
         self.count_in(SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0]), _NUMBERS)
 
     def register_storage(self, storage: Storage) -> None:
-        """Set the storage to write to; ValueError if the writer already has another storage.
+        """Set the storage to write to; ValueError if the writer already has another
+        storage.
 
-        If the writer's write count is lower than the number of time steps in the storage, it is raised to that number.
-        If it is higher and the storage is not full, it is lowered to that number.
+        If the writer's write count is lower than the number of time steps in the
+        storage, it is raised to that number. If it is higher and the storage is not
+        full, it is lowered to that number.
         """
         super().register_storage(storage)
         self._match_storage()
 
     def _match_storage(self) -> None:
-        """Correct the write count if the storage has other rows than this writer wrote; a new sample then starts."""
+        """Correct the write count if the storage has other rows than this writer wrote;
+        a new sample then starts."""
         storage = self._storage
         steps = storage.ring.longest
-        if self._write_count < steps or (self._write_count > steps and not torchrl_parts.is_full(storage)):
+        if self._write_count < steps or (
+            self._write_count > steps and not torchrl_parts.is_full(storage)
+        ):
             self.numbers.values[:_NUMBERS] = steps, 0, 0
 
     def choose(self, count: int, steps: int) -> Choice:
-        """Choose which of the next ``count`` time steps to store in a storage of ``steps`` time steps."""
+        """Choose which of the next ``count`` time steps to store in a storage of
+        ``steps`` time steps."""
         written, following, bits, *_ = self.numbers
         (log_threshold,) = unpack("d", pack("q", bits))
         filled = max(0, min(steps - written, count))
         kept: list[tuple[int, int]] = []
         end = written + count
-        if end >= steps and not log_threshold:  # this write fills the storage: draw the first threshold
-            log_threshold, following, _ = self._skip(steps, 0.0, max(steps, written) - 1)
+        # this write fills the storage: draw the first threshold
+        if end >= steps and not log_threshold:
+            log_threshold, following, _ = self._skip(
+                steps, 0.0, max(steps, written) - 1
+            )
         while end >= steps and following < end:
             at = following
             log_threshold, following, slot = self._skip(steps, log_threshold, at)
             kept.append((at - written, slot))
-        return Choice(filled, kept, (end, following, *unpack("q", pack("d", log_threshold))))
+        return Choice(
+            filled, kept, (end, following, *unpack("q", pack("d", log_threshold)))
+        )
 
-    def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Return a new ``log_threshold``, the next time step to store after ``at``, and a random storage position."""
-        # Each time step gets a uniform random number; the smallest are stored; the largest of these is the threshold.
+    def _skip(
+        self, steps: int, log_threshold: float, at: int
+    ) -> tuple[float, int, int]:
+        """Return a new ``log_threshold``, the next time step to store after ``at``, and
+        a random storage position."""
+        # Each time step gets a uniform random number; the smallest are stored; the
+        # largest of these is the threshold.
         source = "cpu" if self._rng is None else self._rng.device
-        shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
+        shrink, ahead, place = torch.rand(
+            3, dtype=torch.float64, generator=self._rng, device=source
+        ).tolist()
         log_threshold += log1p(-max(shrink, _LEAST)) / steps
         skipped = log1p(-max(ahead, _LEAST)) / log(-expm1(log_threshold))
-        return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
+        return (
+            log_threshold,
+            at + 1 + int(min(skipped, _MOST)),
+            min(int(place * steps), steps - 1),
+        )
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
@@ -125,14 +158,17 @@ class ReservoirWriter(CountingWriter):
         self._match_storage()
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
-        """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index, -1 if it is dropped."""
+        """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its
+        index, -1 if it is dropped."""
         index = self.extend(data.unsqueeze(0))
         return int(index) if self._storage.ndim == 1 else index
 
     def extend(self, data: object) -> torch.Tensor:
-        """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
+        """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or
+        ``[n * lanes, ndim]``.
 
-        The index is -1 for dropped time steps. If several time steps have the same index, the last one is stored.
+        The index is -1 for dropped time steps. If several time steps have the same
+        index, the last one is stored.
         """
         storage, data = self._storage, stacked(data)
         count = len(data)
@@ -140,19 +176,32 @@ class ReservoirWriter(CountingWriter):
             raise ValueError("extend needs at least one transition, got none")
         if storage.rows is not None and not storage.is_reserved:
             data = storage.as_rows(data, storage.ndim)
-            storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
+            # raises SchemaError
+            storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)
         self._match_storage()
-        choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
+        choice = self.choose(
+            count, torchrl_parts.capacity_in_steps(storage, batched_data=data)
+        )
         written = self._write_count
-        index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
+        index = torch.full(
+            (count,),
+            -1,
+            dtype=torch.int64,
+            device=getattr(data, "device", None) or "cpu",
+        )
         if choice.filled:
-            index[: choice.filled] = torch.arange(written, written + choice.filled, device="cpu")
+            index[: choice.filled] = torch.arange(
+                written, written + choice.filled, device="cpu"
+            )
             storage.advance(data[: choice.filled])
-            self.numbers[0] = written + choice.filled  # if it does not come to this, `_match_storage` will do it
+            # if it does not come to this, `_match_storage` will do it
+            self.numbers[0] = written + choice.filled
         if choice.kept:
             newest = {slot: at for at, slot in choice.kept}
             slots, rows = torch.tensor([[*newest], [*newest.values()]], device="cpu")
-            kept = reshaped(without_index(data), lambda each: each[rows.to(each.device)])
+            kept = reshaped(
+                without_index(data), lambda each: each[rows.to(each.device)]
+            )
             with storage.lock:
                 storage.scatter(slots, kept, self._then(choice.state, slots))
             for position, slot in choice.kept:
@@ -165,7 +214,8 @@ class ReservoirWriter(CountingWriter):
         return index
 
     def _then(self, after: tuple[int, ...], slots: torch.Tensor) -> Then:
-        """Return what a write to ``slots`` does besides: its state is ``after``, and listeners are told."""
+        """Return what a write to ``slots`` does besides: its state is ``after``, and
+        listeners are told."""
 
         def take() -> None:
             self.planned.take()
@@ -176,23 +226,28 @@ class ReservoirWriter(CountingWriter):
         return Then(lambda publication: self.planned.plan(publication, *after), take)
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        self.numbers.values[:_NUMBERS] = 0, 0, 0  # even without ``empty_write_count``, because a new sample starts
+        # even without ``empty_write_count``, because a new sample starts
+        self.numbers.values[:_NUMBERS] = 0, 0, 0
 
     def state_dict(self) -> State:
         """Return the counters. The buffer saves the random generator."""
         return dict(zip(_STATE, self.numbers.values[:_NUMBERS], strict=True))
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore a state that :meth:`state_dict` returned; ValueError if the state is not valid."""
+        """Restore a state that :meth:`state_dict` returned; ValueError if the state is
+        not valid."""
         with state_of(self):
             values = [state_dict[name] for name in _STATE]
         are_whole = all(type(value) is int and abs(value) < 1 << 63 for value in values)
         written, following, bits = values if are_whole else (-1, 0, 0)
         threshold = unpack("d", pack("q", bits))[0]
-        # Before the storage is full, no time step is chosen; later, the next one is chosen ahead.
+        # Before the storage is full, no time step is chosen; later, the next one is
+        # chosen ahead.
         is_chosen = following == 0 if threshold == 0 else following >= written
         if written < 0 or not (-inf < threshold <= 0 and is_chosen):
-            raise ValueError(f"the state is not that of a ReservoirWriter: {state_dict}")
+            raise ValueError(
+                f"the state is not that of a ReservoirWriter: {state_dict}"
+            )
         self.numbers.values[:_NUMBERS] = values
 
     def __repr__(self) -> str:

@@ -6,15 +6,17 @@ from rlbuf_td.writers.common import TimeWriter
 
 
 class RingWriter(TimeWriter):
-    """Writes transitions in order; once the storage is full, new rows replace the oldest ones.
+    """Writes transitions in order; once the storage is full, new rows replace the
+    oldest ones.
 
-    If a write is longer than the storage, its last rows are stored. Unlike TorchRL's writers, this writer does not
-    store an ``"index"`` with the data, has 64-bit counters, and does not move its cursor if a write fails.
+    If a write is longer than the storage, its last rows are stored. Unlike TorchRL's
+    writers, this writer does not store an ``"index"`` with the data, has 64-bit
+    counters, and does not move its cursor if a write fails.
 
     Args:
         compilable: has no effect; accepted for compatibility with TorchRL.
-        track_generations: whether to count the writes to each position. TorchRL's ``ReplayBuffer.update_if_present``
-            needs these counts.
+        track_generations: whether to count the writes to each position. TorchRL's
+            ``ReplayBuffer.update_if_present`` needs these counts.
 
     Cost: proportional to the number of rows written.
 
@@ -29,5 +31,7 @@ class RingWriter(TimeWriter):
         (tensor([4, 5, 2, 3]), 6)
     """
 
-    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
+    def __init__(
+        self, compilable: bool = False, *, track_generations: bool = False
+    ) -> None:
         super().__init__(track_generations=track_generations)

@@ -1,7 +1,9 @@
-"""Compare the speed of this package with that of other libraries (``python -m tests.benchmarks.bench``).
+"""Compare the speed of this package with that of other libraries
+(``python -m tests.benchmarks.bench``).
 
-Before each timed call, a learner trains an MLP for one step. As in training, this step evicts the buffer's data from
-the processor's caches. ``docs/BENCHMARKS.md`` has the results of a run.
+Before each timed call, a learner trains an MLP for one step. As in training, this step
+evicts the buffer's data from the processor's caches. ``docs/BENCHMARKS.md`` has the
+results of a run.
 """
 
 from __future__ import annotations
@@ -25,21 +27,46 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
 from torchrl.objectives.value import GAE
-from torchrl.objectives.value.functional import generalized_advantage_estimate, vec_generalized_advantage_estimate
+from torchrl.objectives.value.functional import (
+    generalized_advantage_estimate,
+    vec_generalized_advantage_estimate,
+)
 
-from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuffer, functional
+from rlbuf_td import (
+    GymnasiumRecorder,
+    PackedStorage,
+    ReplayBuffer,
+    RolloutBuffer,
+    functional,
+)
 from rlbuf_td.cli import whole_number
 from rlbuf_td.diagnostics.plots import STYLE
 from tests.benchmarks.contenders import TorchRL, available, image_rows, small_rows
-from tests.benchmarks.timing import OURS, REPLAY, WORDS, Calls, Timing, measure, one_thread
+from tests.benchmarks.timing import (
+    OURS,
+    REPLAY,
+    WORDS,
+    Calls,
+    Timing,
+    measure,
+    one_thread,
+)
 
 NOTES = """Mixed: TorchRL's buffer with our parts; bare: one torch.randint and one index_select; SB3: Stable-Baselines3
 * TorchRL has no sampler by rank: its proportional sampler is timed
 record a step: of 16 environments; TorchRL stores a hand-made TensorDict"""
 #: What the picture shows: an operation on each kind of buffer.
-SHOWN = {"proportional": "sample", "update": "update priorities", "extend_proportional": "extend"}
+SHOWN = {
+    "proportional": "sample",
+    "update": "update priorities",
+    "extend_proportional": "extend",
+}
 LEAF_ROWS = 100_000
 LANES, RECORDED_ROWS = 16, 16_000  # soon full: writes then need no new memory pages
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
@@ -50,18 +77,32 @@ SHAPES = ((8, 2048), (4096, 32), (1, 128))
 # -- replay
 
 
-def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
+def run(
+    rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]
+) -> Iterator[Timing]:
     operations = [operation for operation in operations if operation in REPLAY]
-    for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
+    for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [
+        (images, "image", image_rows)
+    ]:
         if not count or not operations:
             continue
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if (2 * len(available()) + 1) * count * (make_rows(1).bytes() + 24) > free:
-            print(f"skipped: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
+            print(
+                f"skipped: {count:,} {kind} rows need more memory than is free",
+                file=sys.stderr,
+            )
             continue
-        found = {contender.name: contender(count, batch, make_rows).operations() for contender in available()}
+        found = {
+            contender.name: contender(count, batch, make_rows).operations()
+            for contender in available()
+        }
         for operation in operations:
-            calls = {name: each[operation] for name, each in found.items() if operation in each}
+            calls = {
+                name: each[operation]
+                for name, each in found.items()
+                if operation in each
+            }
             yield measure(operation, count, kind, calls, rounds, batch)
         del found, calls
         gc.collect()
@@ -71,19 +112,30 @@ def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: S
 
 
 def dict_rows(count: int, parts: int) -> TensorDict:
-    """Return ``count`` nested observations, each with 3 x ``parts`` leaves and 336 bytes."""
+    """Return ``count`` nested observations, each with 3 x ``parts`` leaves and 336
+    bytes."""
     camera = torch.randint(256, (count, 48), dtype=torch.uint8)
     joints, counts = torch.randn(count, 40), torch.randint(9, (count, 16))
 
     def split(x: torch.Tensor) -> TensorDict:
-        return TensorDict({f"part{i}": part for i, part in enumerate(x.chunk(parts, -1))}, [count])
+        return TensorDict(
+            {f"part{i}": part for i, part in enumerate(x.chunk(parts, -1))}, [count]
+        )
 
-    return TensorDict({"camera": split(camera), "body": {"joints": split(joints), "counts": split(counts)}}, [count])
+    return TensorDict(
+        {
+            "camera": split(camera),
+            "body": {"joints": split(joints), "counts": split(counts)},
+        },
+        [count],
+    )
 
 
 def leaves(parts: int, batch: int) -> Calls:
     ours = ReplayBuffer(storage=PackedStorage(LEAF_ROWS), batch_size=batch)
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(LEAF_ROWS), batch_size=batch)
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(LEAF_ROWS), batch_size=batch
+    )
     data = dict_rows(LEAF_ROWS, parts)
     for buffer in (ours, theirs):
         buffer.extend(data)
@@ -91,18 +143,29 @@ def leaves(parts: int, batch: int) -> Calls:
 
 
 class Replayed(VectorEnv):
-    """A vector environment with HalfCheetah's shapes and next-step autoreset; it returns precomputed steps."""
+    """A vector environment with HalfCheetah's shapes and next-step autoreset; it
+    returns precomputed steps."""
 
     def __init__(self, steps: int = 1_000, ends: float = 0.01) -> None:
-        self.num_envs, self.metadata = LANES, {"autoreset_mode": AutoresetMode.NEXT_STEP}
-        self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (17,), np.float32)
+        self.num_envs, self.metadata = (
+            LANES,
+            {"autoreset_mode": AutoresetMode.NEXT_STEP},
+        )
+        self.single_observation_space = gymnasium.spaces.Box(
+            -np.inf, np.inf, (17,), np.float32
+        )
         self.single_action_space = gymnasium.spaces.Box(-1, 1, (6,), np.float32)
         generator, terminated = np.random.default_rng(0), np.zeros(LANES, bool)
-        self.observation, never = generator.random((LANES, 17), np.float32), np.zeros(LANES, bool)
+        self.observation, never = (
+            generator.random((LANES, 17), np.float32),
+            np.zeros(LANES, bool),
+        )
         results: list[Any] = []
         for _ in range(steps):
             terminated = (generator.random(LANES) < ends) & ~terminated
-            results.append((self.observation, generator.random(LANES), terminated, never, {}))
+            results.append(
+                (self.observation, generator.random(LANES), terminated, never, {})
+            )
         self.results: Iterator[Any] = cycle(results)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -113,16 +176,26 @@ class Replayed(VectorEnv):
 
 
 def record() -> Calls:
-    """Return, for each library, a function that takes an environment step and stores the transitions."""
+    """Return, for each library, a function that takes an environment step and stores
+    the transitions."""
     env, action = Replayed(), np.zeros((LANES, 6), np.float32)
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
     recorder.reset()
-    theirs, obs = TensorDictReplayBuffer(storage=LazyTensorStorage(RECORDED_ROWS)), torch.from_numpy(env.observation)
+    theirs, obs = (
+        TensorDictReplayBuffer(storage=LazyTensorStorage(RECORDED_ROWS)),
+        torch.from_numpy(env.observation),
+    )
 
     def by_hand() -> None:
         following, reward, terminated, truncated, _ = env.step(action)
-        ends = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
-        after = {name: torch.from_numpy(flag).view(LANES, 1) for name, flag in ends.items()}
+        ends = {
+            "terminated": terminated,
+            "truncated": truncated,
+            "done": terminated | truncated,
+        }
+        after = {
+            name: torch.from_numpy(flag).view(LANES, 1) for name, flag in ends.items()
+        }
         after["observation"] = torch.from_numpy(following)
         after["reward"] = torch.from_numpy(reward).float().view(LANES, 1)
         step = {"observation": obs, "action": torch.from_numpy(action), "next": after}
@@ -135,33 +208,58 @@ def record() -> Calls:
 
 
 def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
-    """Return a random rollout ``[E, T]`` with HalfCheetah's shapes; about half of the episode ends are truncations."""
+    """Return a random rollout ``[E, T]`` with HalfCheetah's shapes; about half of the
+    episode ends are truncations."""
     rows = small_rows(lanes * steps)
     after, shape = rows["next"], (lanes * steps, 1)
     done, is_termination = torch.rand(shape) < p, torch.rand(shape) < 0.5
-    after.update({"done": done, "terminated": done & is_termination, "truncated": done & ~is_termination})
+    after.update(
+        {
+            "done": done,
+            "terminated": done & is_termination,
+            "truncated": done & ~is_termination,
+        }
+    )
     rows["state_value"], after["state_value"] = torch.randn(shape), torch.randn(shape)
     rows["action_log_prob"] = torch.randn(lanes * steps)
     return rows.reshape(lanes, steps)
 
 
 def gae(lanes: int, steps: int) -> dict[str, Calls]:
-    """Return, for each GAE function of TorchRL, two functions to time: TorchRL's and this package's."""
+    """Return, for each GAE function of TorchRL, two functions to time: TorchRL's and
+    this package's."""
     data = rollout_of(lanes, steps)
     after = data["next"]
-    values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])
-    forms = {"gae": generalized_advantage_estimate, "gae-vectorized": vec_generalized_advantage_estimate}
+    values = (
+        data["state_value"],
+        after["state_value"],
+        after["reward"],
+        after["done"],
+        after["terminated"],
+    )
+    forms = {
+        "gae": generalized_advantage_estimate,
+        "gae-vectorized": vec_generalized_advantage_estimate,
+    }
     ours = partial(functional.generalized_advantage_estimate, GAMMA, LMBDA, *values)
-    return {name: {"rlbuf_td": ours, "TorchRL": partial(form, GAMMA, LMBDA, *values)} for name, form in forms.items()}
+    return {
+        name: {"rlbuf_td": ours, "TorchRL": partial(form, GAMMA, LMBDA, *values)}
+        for name, form in forms.items()
+    }
 
 
 def ppo(lanes: int, steps: int, batch: int) -> Calls:
-    """Return, for each library, a function that writes a rollout, computes advantages and draws PPO's minibatches."""
+    """Return, for each library, a function that writes a rollout, computes advantages
+    and draws PPO's minibatches."""
     data = rollout_of(lanes, steps)
-    ours = RolloutBuffer(steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA)
+    ours = RolloutBuffer(
+        steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA
+    )
     advantages = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
     theirs = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(lanes * steps), sampler=SamplerWithoutReplacement(), batch_size=batch
+        storage=LazyTensorStorage(lanes * steps),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=batch,
     )
 
     def our_step() -> None:
@@ -185,25 +283,44 @@ def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[T
     """Time the chosen operations other than replay."""
     for operation, parts in LEAVES.items():
         if operation in operations:
-            yield measure(operation, LEAF_ROWS, "Dict", leaves(parts, batch), rounds, batch)
+            yield measure(
+                operation, LEAF_ROWS, "Dict", leaves(parts, batch), rounds, batch
+            )
     if "record" in operations:
         yield measure("record", RECORDED_ROWS, "small", record(), rounds, batch)
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:
-                yield measure(operation, lanes * steps, f"[{lanes}, {steps}]", calls, rounds, batch)
+                yield measure(
+                    operation,
+                    lanes * steps,
+                    f"[{lanes}, {steps}]",
+                    calls,
+                    rounds,
+                    batch,
+                )
     if "ppo" in operations:
         lanes, steps = SHAPES[0]
-        yield measure("ppo", lanes * steps, f"[{lanes}, {steps}]", ppo(lanes, steps, batch), rounds, batch)
+        yield measure(
+            "ppo",
+            lanes * steps,
+            f"[{lanes}, {steps}]",
+            ppo(lanes, steps, batch),
+            rounds,
+            batch,
+        )
 
 
 # -- what is printed and drawn
 
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
-    """Return a table with the time of this package, and the times of the others as multiples of it."""
+    """Return a table with the time of this package, and the times of the others as
+    multiples of it."""
     result = Table(
-        "", title="Time per call, after a learner's step; of others: as a multiple of rlbuf_td's", caption=NOTES
+        "",
+        title="Time per call, after a learner's step; of others: as a multiple of rlbuf_td's",
+        caption=NOTES,
     )
     for name in names:
         result.add_column(name, justify="right", no_wrap=True)
@@ -211,21 +328,39 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
         if not place or timing.data != timings[place - 1].data:
             result.add_section()
             result.add_row(timing.data, style="bold")
-        ratios = (f"{timing.ratio(name):.3g}" if name in timing.blocks else "" for name in names if name != OURS)
+        ratios = (
+            f"{timing.ratio(name):.3g}" if name in timing.blocks else ""
+            for name in names
+            if name != OURS
+        )
         result.add_row(timing.words, f"{timing.median(OURS):,.0f} us", *ratios)
     return result
 
 
 def draw(timings: Sequence[Timing]) -> Figure:
-    """Return six bars: the time of each operation in :data:`SHOWN`, ours beside TorchRL's."""
-    chosen = {timing.operation: timing for timing in timings if timing.operation in SHOWN and timing.kind == "small"}
+    """Return six bars: the time of each operation in :data:`SHOWN`, ours beside
+    TorchRL's."""
+    chosen = {
+        timing.operation: timing
+        for timing in timings
+        if timing.operation in SHOWN and timing.kind == "small"
+    }
     figure = Figure(figsize=(3.4, 1.5))
     axes = figure.subplots()
     for side, (name, colour) in enumerate(((OURS, "#c8500a"), (TorchRL.name, "0.78"))):
         places = [place + 0.4 * side for place in range(len(chosen))]
-        bars = axes.barh(places, [each.median(name) for each in chosen.values()], 0.4, color=colour, label=name)
+        bars = axes.barh(
+            places,
+            [each.median(name) for each in chosen.values()],
+            0.4,
+            color=colour,
+            label=name,
+        )
         axes.bar_label(bars, fmt="{:,.0f} µs", padding=2)
-    axes.set_yticks([place + 0.2 for place in range(len(chosen))], [SHOWN[operation] for operation in chosen])
+    axes.set_yticks(
+        [place + 0.2 for place in range(len(chosen))],
+        [SHOWN[operation] for operation in chosen],
+    )
     axes.invert_yaxis()
     axes.set_xticks([])
     axes.margins(x=0.15)
@@ -238,26 +373,53 @@ def draw(timings: Sequence[Timing]) -> Figure:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     rows = "numbers of stored rows; 1e7 needs 18 GB"
-    parser.add_argument("--rows", type=whole_number(1), nargs="+", default=[10**6], help=rows)
-    parser.add_argument("--images", type=whole_number(0), default=5_000, help="number of image rows, 0 for none")
-    parser.add_argument("--batch", type=whole_number(1), default=256, help="rows per batch")
-    parser.add_argument("--rounds", type=whole_number(1), default=15, help="timed blocks of 16 calls")
-    parser.add_argument("--only", nargs="+", choices=[*WORDS], default=[*WORDS], metavar="OPERATION")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw {', '.join(SHOWN)} of both")
+    parser.add_argument(
+        "--rows", type=whole_number(1), nargs="+", default=[10**6], help=rows
+    )
+    parser.add_argument(
+        "--images",
+        type=whole_number(0),
+        default=5_000,
+        help="number of image rows, 0 for none",
+    )
+    parser.add_argument(
+        "--batch", type=whole_number(1), default=256, help="rows per batch"
+    )
+    parser.add_argument(
+        "--rounds", type=whole_number(1), default=15, help="timed blocks of 16 calls"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[*WORDS], default=[*WORDS], metavar="OPERATION"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help=f"draw {', '.join(SHOWN)} of both"
+    )
     options = parser.parse_args(arguments)
     if min(options.rows) < options.batch or 0 < options.images < options.batch:
-        parser.error(f"--rows and --images: the buffers must hold a batch, {options.batch} rows or more")
+        parser.error(
+            f"--rows and --images: the buffers must hold a batch, {options.batch} rows or more"
+        )
     console, timings = Console(), []
     with one_thread(), console.status("filling buffers") as status:
         for timing in chain(
-            run(options.rows, options.images, options.batch, options.rounds, options.only),
+            run(
+                options.rows,
+                options.images,
+                options.batch,
+                options.rounds,
+                options.only,
+            ),
             run_others(options.batch, options.rounds, options.only),
         ):
             timings.append(timing)
-            status.update(f"{timing.words}, {timing.rows:,} rows: TorchRL {timing.ratio(TorchRL.name):.1f} x")
+            status.update(
+                f"{timing.words}, {timing.rows:,} rows: TorchRL {timing.ratio(TorchRL.name):.1f} x"
+            )
     names = [contender.name for contender in available()]
     console.print(table(timings, names), highlight=False)
-    print(f"batch {options.batch}, one thread, medians of {options.rounds} blocks, torch {torch.__version__}")
+    print(
+        f"batch {options.batch}, one thread, medians of {options.rounds} blocks, torch {torch.__version__}"
+    )
     if options.picture is not None:
         with rc_context(fname=STYLE):
             draw(timings).savefig(options.picture, dpi=270)

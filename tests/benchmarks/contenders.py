@@ -1,4 +1,5 @@
-"""The buffers that the benchmark compares: those of this package, of TorchRL, and of libraries without TorchRL."""
+"""The buffers that the benchmark compares: those of this package, of TorchRL, and of
+libraries without TorchRL."""
 
 from __future__ import annotations
 
@@ -13,14 +14,26 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictReplayBuffer,
+)
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    UniformSampler,
+)
 from tests.benchmarks.timing import OURS, Calls
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
-SAMPLED, ERRORS = 64, 3  # numbers of batches and of TD error tensors that updates cycle through
+# numbers of batches and of TD error tensors that updates cycle through
+SAMPLED, ERRORS = 64, 3
 
 
 def small_rows(count: int) -> TensorDict:
@@ -54,13 +67,16 @@ def image_rows(count: int) -> TensorDict:
 
 
 class Contender(ABC):
-    """Full buffers of a library: a uniform one and, if the library has it, a prioritized one."""
+    """Full buffers of a library: a uniform one and, if the library has it, a
+    prioritized one."""
 
     name: str
     sampled: Iterator[Any]
     td_errors: Iterator[Any]
 
-    def __init__(self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]) -> None:
+    def __init__(
+        self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]
+    ) -> None:
         self.rows, self.batch = rows, batch
         self.new_rows, self.new_row = make_rows(batch), make_rows(1)
         self.build()
@@ -83,13 +99,17 @@ class Contender(ABC):
         """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Make updates cycle through many batches: a single batch would stay in the processor's caches."""
-        self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
+        """Make updates cycle through many batches: a single batch would stay in the
+        processor's caches."""
+        self.sampled = in_turn(
+            [(batch, error) for error in errors for batch in batches]
+        )
         self.td_errors = in_turn(errors)
 
 
 class _TorchRLStyle(Contender):
-    """The timed operations for buffers with the interface of ``TensorDictReplayBuffer``."""
+    """The timed operations for buffers with the interface of
+    ``TensorDictReplayBuffer``."""
 
     plain: TensorDictReplayBuffer
     prioritized: TensorDictReplayBuffer
@@ -101,9 +121,18 @@ class _TorchRLStyle(Contender):
     def prioritize(self, td_error: torch.Tensor) -> None:
         self.prioritized.update_priority(torch.arange(self.rows), td_error)
         errors = [torch.rand(self.batch) for _ in range(ERRORS)]
-        report = [self.prioritized.sample().select("index", "sampled_at", strict=False) for _ in range(SAMPLED)]
+        report = [
+            self.prioritized.sample().select("index", "sampled_at", strict=False)
+            for _ in range(SAMPLED)
+        ]
         self.td_errors = in_turn(errors)
-        self.sampled = in_turn([batch.copy().set("td_error", error) for error in errors for batch in report])
+        self.sampled = in_turn(
+            [
+                batch.copy().set("td_error", error)
+                for error in errors
+                for batch in report
+            ]
+        )
 
     def cycle(self) -> None:
         batch = self.prioritized.sample()
@@ -115,7 +144,9 @@ class _TorchRLStyle(Contender):
         return {
             "uniform": plain.sample,
             "proportional": prioritized.sample,
-            "update": lambda: prioritized.update_tensordict_priority(next(self.sampled)),
+            "update": lambda: prioritized.update_tensordict_priority(
+                next(self.sampled)
+            ),
             "cycle": self.cycle,
             "extend": partial(plain.extend, self.new_rows),
             "add": partial(plain.add, row),
@@ -130,9 +161,16 @@ class Ours(_TorchRLStyle):
     name = OURS
 
     def build(self) -> None:
-        samplers = UniformSampler(), ProportionalSampler(self.rows, ALPHA, BETA, EPS), RankSampler(self.rows)
+        samplers = (
+            UniformSampler(),
+            ProportionalSampler(self.rows, ALPHA, BETA, EPS),
+            RankSampler(self.rows),
+        )
         self.plain, self.prioritized, self.ranked = (
-            ReplayBuffer(storage=PackedStorage(self.rows), sampler=each, batch_size=self.batch) for each in samplers
+            ReplayBuffer(
+                storage=PackedStorage(self.rows), sampler=each, batch_size=self.batch
+            )
+            for each in samplers
         )
 
     def fill(self, data: TensorDict) -> None:
@@ -145,7 +183,10 @@ class Ours(_TorchRLStyle):
 
     def operations(self) -> Calls:
         update = self.ranked.update_tensordict_priority
-        return super().operations() | {"rank": self.ranked.sample, "rank_update": lambda: update(next(self.sampled))}
+        return super().operations() | {
+            "rank": self.ranked.sample,
+            "rank_update": lambda: update(next(self.sampled)),
+        }
 
 
 class TorchRL(_TorchRLStyle):
@@ -154,10 +195,14 @@ class TorchRL(_TorchRLStyle):
     name = "TorchRL"
 
     def build(self) -> None:
-        self.plain = TensorDictReplayBuffer(storage=LazyTensorStorage(self.rows), batch_size=self.batch)
+        self.plain = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(self.rows), batch_size=self.batch
+        )
         sampler = PrioritizedSampler(self.rows, ALPHA, BETA, EPS)
         storage = LazyTensorStorage(self.rows)
-        self.prioritized = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
+        self.prioritized = TensorDictReplayBuffer(
+            storage=storage, sampler=sampler, batch_size=self.batch
+        )
 
     def operations(self) -> Calls:
         found = super().operations()
@@ -166,19 +211,29 @@ class TorchRL(_TorchRLStyle):
 
 
 class Mixed(_TorchRLStyle):
-    """TorchRL's buffer class with the storages, samplers and writers of this package."""
+    """TorchRL's buffer class with the storages, samplers and writers of this
+    package."""
 
     name = "Mixed"
 
     def build(self) -> None:
-        parts = {"storage": PackedStorage(self.rows), "sampler": UniformSampler(), "writer": RingWriter()}
+        parts = {
+            "storage": PackedStorage(self.rows),
+            "sampler": UniformSampler(),
+            "writer": RingWriter(),
+        }
         self.plain = TensorDictReplayBuffer(batch_size=self.batch, **parts)
-        parts = {"storage": PackedStorage(self.rows), "sampler": ProportionalSampler(self.rows), "writer": RingWriter()}
+        parts = {
+            "storage": PackedStorage(self.rows),
+            "sampler": ProportionalSampler(self.rows),
+            "writer": RingWriter(),
+        }
         self.prioritized = TensorDictReplayBuffer(batch_size=self.batch, **parts)
 
 
 class BareGather(Contender):
-    """A lower bound for uniform sampling in torch: one ``torch.randint`` and one ``index_select``."""
+    """A lower bound for uniform sampling in torch: one ``torch.randint`` and one
+    ``index_select``."""
 
     name = "bare"
 
@@ -189,7 +244,11 @@ class BareGather(Contender):
         self.matrix.fill_(1)  # touches the memory
 
     def operations(self) -> Calls:
-        return {"uniform": lambda: self.matrix.index_select(0, torch.randint(self.rows, (self.batch,)))}
+        return {
+            "uniform": lambda: self.matrix.index_select(
+                0, torch.randint(self.rows, (self.batch,))
+            )
+        }
 
 
 def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
@@ -211,13 +270,24 @@ class StableBaselines3(Contender):
         from gymnasium.spaces import Box
         from stable_baselines3.common.buffers import ReplayBuffer as Buffer
 
-        shape, dtype = self.new_rows["observation"].shape[1:], self.new_rows["observation"].numpy().dtype
+        shape, dtype = (
+            self.new_rows["observation"].shape[1:],
+            self.new_rows["observation"].numpy().dtype,
+        )
         low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
         observation = Box(low, high, shape, dtype.type)
         action = Box(-1.0, 1.0, self.new_rows["action"].shape[1:], np.float32)
         self.buffer = Buffer(self.rows, observation, action, device="cpu")
-        row, names = arrays_of(self.new_row), ("observation", "next_observation", "action")
-        self.step: list[Any] = [*(row[name] for name in names), row["reward"][0], row["done"][0], [{}]]
+        row, names = (
+            arrays_of(self.new_row),
+            ("observation", "next_observation", "action"),
+        )
+        self.step: list[Any] = [
+            *(row[name] for name in names),
+            row["reward"][0],
+            row["done"][0],
+            [{}],
+        ]
 
     def fill(self, data: TensorDict) -> None:
         # As ``add``, but without its loop over single transitions.
@@ -231,7 +301,10 @@ class StableBaselines3(Contender):
         self.buffer.pos, self.buffer.full = stop % self.rows, stop == self.rows
 
     def operations(self) -> Calls:
-        return {"uniform": partial(self.buffer.sample, self.batch), "add": partial(self.buffer.add, *self.step)}
+        return {
+            "uniform": partial(self.buffer.sample, self.batch),
+            "add": partial(self.buffer.add, *self.step),
+        }
 
 
 class Cpprb(Contender):
@@ -243,9 +316,14 @@ class Cpprb(Contender):
         import cpprb
 
         self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
-        fields = {name: {"shape": x.shape[1:], "dtype": x.dtype} for name, x in self.batch_columns.items()}
+        fields = {
+            name: {"shape": x.shape[1:], "dtype": x.dtype}
+            for name, x in self.batch_columns.items()
+        }
         self.plain = cpprb.ReplayBuffer(self.rows, fields)
-        self.prioritized = cpprb.PrioritizedReplayBuffer(self.rows, fields, alpha=ALPHA, eps=EPS)
+        self.prioritized = cpprb.PrioritizedReplayBuffer(
+            self.rows, fields, alpha=ALPHA, eps=EPS
+        )
 
     def fill(self, data: TensorDict) -> None:
         columns = arrays_of(data)
@@ -254,7 +332,9 @@ class Cpprb(Contender):
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         self.prioritized.update_priorities(np.arange(self.rows), td_error.numpy())
-        rows = [self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)]
+        rows = [
+            self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)
+        ]
         self.take_turns(rows, [*np.random.default_rng(0).random((ERRORS, self.batch))])
 
     def cycle(self) -> None:
@@ -276,12 +356,18 @@ class Cpprb(Contender):
 
 
 class Flashbax(Contender):
-    """Flashbax: uniform and prioritized item buffers, jitted by JAX; writes update the donated state in place."""
+    """Flashbax: uniform and prioritized item buffers, jitted by JAX; writes update the
+    donated state in place."""
 
     name = "Flashbax"
 
-    def __init__(self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]) -> None:
-        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+    def __init__(
+        self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]
+    ) -> None:
+        os.environ.setdefault(
+            "XLA_FLAGS",
+            "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+        )
         import jax
 
         self.jax, self._done = jax, jax.block_until_ready
@@ -292,9 +378,12 @@ class Flashbax(Contender):
         import flashbax
 
         jax, jnp = self.jax, self.jax.numpy
-        given = (max(self.rows, self.batch), 1, self.batch, True)  # a batch must not be larger than the capacity
+        # a batch must not be larger than the capacity
+        given = (max(self.rows, self.batch), 1, self.batch, True)
         uniform = flashbax.make_item_buffer(*given)
-        ranked = flashbax.make_prioritised_item_buffer(*given, priority_exponent=ALPHA, device="cpu")
+        ranked = flashbax.make_prioritised_item_buffer(
+            *given, priority_exponent=ALPHA, device="cpu"
+        )
 
         def draw_uniform(state: Any, key: Any) -> Any:
             key, now = jax.random.split(key)
@@ -311,24 +400,41 @@ class Flashbax(Contender):
 
         compiled = partial(jax.jit, donate_argnums=0)
         self._draw_uniform, self._draw = jax.jit(draw_uniform), jax.jit(draw)
-        self._update, self._add, self._add_ranked = compiled(update), compiled(uniform.add), compiled(ranked.add)
-        single = {name: column[0] for name, column in self._on_device(self.new_row).items()}
+        self._update, self._add, self._add_ranked = (
+            compiled(update),
+            compiled(uniform.add),
+            compiled(ranked.add),
+        )
+        single = {
+            name: column[0] for name, column in self._on_device(self.new_row).items()
+        }
         self.plain, self.prioritized = uniform.init(single), ranked.init(single)
         self.key = jax.random.PRNGKey(0)
-        self.many, self.one = self._on_device(self.new_rows), self._on_device(self.new_row)
+        self.many, self.one = (
+            self._on_device(self.new_rows),
+            self._on_device(self.new_row),
+        )
 
     def fill(self, data: TensorDict) -> None:
         columns = self._on_device(data)
-        self.plain, self.prioritized = self._add(self.plain, columns), self._add_ranked(self.prioritized, columns)
+        self.plain, self.prioritized = (
+            self._add(self.plain, columns),
+            self._add_ranked(self.prioritized, columns),
+        )
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         jnp = self.jax.numpy
-        self.prioritized = self._update(self.prioritized, jnp.arange(self.rows), jnp.asarray(td_error.numpy()))
+        self.prioritized = self._update(
+            self.prioritized, jnp.arange(self.rows), jnp.asarray(td_error.numpy())
+        )
         errors = [jnp.asarray(torch.rand(self.batch).numpy()) for _ in range(ERRORS)]
         self.take_turns([self.proportional()[0].indices for _ in range(16)], errors)
 
     def _on_device(self, data: TensorDict) -> dict[str, Any]:
-        return {name: self.jax.numpy.asarray(column) for name, column in arrays_of(data).items()}
+        return {
+            name: self.jax.numpy.asarray(column)
+            for name, column in arrays_of(data).items()
+        }
 
     def uniform(self) -> Any:
         self.key, batch = self._draw_uniform(self.plain, self.key)
@@ -344,7 +450,9 @@ class Flashbax(Contender):
 
     def cycle(self) -> None:
         drawn, _ = self.proportional()
-        self.prioritized = self._update(self.prioritized, drawn.indices, next(self.td_errors))
+        self.prioritized = self._update(
+            self.prioritized, drawn.indices, next(self.td_errors)
+        )
         self._done(self.prioritized)
 
     def write(self, rows: dict[str, Any]) -> None:
@@ -367,5 +475,15 @@ class Flashbax(Contender):
 
 
 def available() -> list[type[Contender]]:
-    others = {"stable_baselines3": StableBaselines3, "cpprb": Cpprb, "flashbax": Flashbax}
-    return [Ours, TorchRL, Mixed, BareGather, *(cls for name, cls in others.items() if importlib.util.find_spec(name))]
+    others = {
+        "stable_baselines3": StableBaselines3,
+        "cpprb": Cpprb,
+        "flashbax": Flashbax,
+    }
+    return [
+        Ours,
+        TorchRL,
+        Mixed,
+        BareGather,
+        *(cls for name, cls in others.items() if importlib.util.find_spec(name)),
+    ]

@@ -1,6 +1,7 @@
 """Time operations on a CUDA device (``python -m tests.benchmarks.device``).
 
-``--count`` counts the torch operations of calls instead, without a GPU: the host needs about as long for each of them.
+``--count`` counts the torch operations of calls instead, without a GPU: the host needs
+about as long for each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictReplayBuffer,
+)
 
 from rlbuf_td import (
     NStepSampler,
@@ -35,7 +40,8 @@ Timed = Iterator[tuple[str, float, str]]  # the operation, a number, its unit
 
 
 def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
-    """Return microseconds per call: the median of ``rounds`` blocks of about ``seconds`` each."""
+    """Return microseconds per call: the median of ``rounds`` blocks of about
+    ``seconds`` each."""
 
     def time_of(count: int) -> float:
         start = time.perf_counter()
@@ -49,7 +55,12 @@ def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
     return 1e6 * statistics.median(time_of(count) for _ in range(rounds))
 
 
-def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_rows, part: int = 100_000) -> Any:
+def filled(
+    rb: Any,
+    rows: int,
+    make_rows: Callable[[int], TensorDict] = small_rows,
+    part: int = 100_000,
+) -> Any:
     device = rb.storage.device
     data = make_rows(min(rows, part)).to(device)
     for start in range(0, rows, len(data)):
@@ -57,12 +68,18 @@ def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_ro
     return rb
 
 
-def buffer(rows: int, sampler: Any, device: torch.device, batch: int = BATCH) -> ReplayBuffer:
+def buffer(
+    rows: int, sampler: Any, device: torch.device, batch: int = BATCH
+) -> ReplayBuffer:
     storage = PackedStorage(rows, device=device)
-    return filled(ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch), rows)
+    return filled(
+        ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch), rows
+    )
 
 
-def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -> Callable[[], object]:
+def cycle(
+    rb: Any, td_error: torch.Tensor, device: torch.device | None = None
+) -> Callable[[], object]:
 
     def call() -> None:
         batch = rb.sample() if device is None else rb.sample().to(device)
@@ -74,23 +91,49 @@ def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -
 
 def samples(device: torch.device, rows: int, seconds: float) -> Timed:
     td_error, data = torch.rand(BATCH, device=device), small_rows(BATCH).to(device)
-    for name, sampler in (("proportional", ProportionalSampler(rows)), ("by rank", RankSampler(rows))):
+    for name, sampler in (
+        ("proportional", ProportionalSampler(rows)),
+        ("by rank", RankSampler(rows)),
+    ):
         rb = buffer(rows, sampler, device)
         yield f"{name}, sample + update", wall(cycle(rb, td_error), seconds), "us"
-        yield f"{name}, extend by {BATCH}", wall(partial(rb.extend, data), seconds), "us"
+        yield (
+            f"{name}, extend by {BATCH}",
+            wall(partial(rb.extend, data), seconds),
+            "us",
+        )
     rb = buffer(rows, UniformSampler(), device)
     yield "uniform, sample", wall(rb.sample, seconds), "us"
-    rb = buffer(rows, SequenceSampler(ProportionalSampler(rows), LENGTH), device, BATCH * LENGTH)
+    rb = buffer(
+        rows, SequenceSampler(ProportionalSampler(rows), LENGTH), device, BATCH * LENGTH
+    )
     yield f"{BATCH} sequences of {LENGTH}, sample", wall(rb.sample, seconds), "us"
 
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
-    td_error, what = torch.rand(BATCH, device=device), "rows in RAM: proportional, sample + update"
+    td_error, what = (
+        torch.rand(BATCH, device=device),
+        "rows in RAM: proportional, sample + update",
+    )
     rb = buffer(rows, ProportionalSampler(rows), torch.device("cpu"))
-    yield f"{what}, rb.sample().to(device)", wall(cycle(rb, td_error, device), seconds), "us"
+    yield (
+        f"{what}, rb.sample().to(device)",
+        wall(cycle(rb, td_error, device), seconds),
+        "us",
+    )
     for ahead in (0, 2):
-        other = ReplayBuffer(storage=rb.storage, sampler=rb.sampler, batch_size=BATCH, device=device, prefetch=ahead)
-        yield f"{what}, device=, prefetch={ahead}", wall(cycle(other, td_error), seconds), "us"
+        other = ReplayBuffer(
+            storage=rb.storage,
+            sampler=rb.sampler,
+            batch_size=BATCH,
+            device=device,
+            prefetch=ahead,
+        )
+        yield (
+            f"{what}, device=, prefetch={ahead}",
+            wall(cycle(other, td_error), seconds),
+            "us",
+        )
 
 
 def images(device: torch.device, rows: int, seconds: float) -> Timed:
@@ -103,15 +146,27 @@ def images(device: torch.device, rows: int, seconds: float) -> Timed:
 
 def advantages(device: torch.device, rows: int, seconds: float) -> Timed:
     for shape in ((4096, 32, 1), (8, 2048, 1)):
-        value, done = torch.randn(shape, device=device), torch.rand(shape, device=device) < 0.01
-        call = partial(generalized_advantage_estimate, 0.99, 0.95, value, value, value, done, done)
+        value, done = (
+            torch.randn(shape, device=device),
+            torch.rand(shape, device=device) < 0.01,
+        )
+        call = partial(
+            generalized_advantage_estimate, 0.99, 0.95, value, value, value, done, done
+        )
         yield f"GAE {list(shape[:2])}", wall(call, seconds), "us"
 
 
 def torchrl(device: torch.device, rows: int, seconds: float) -> Timed:
-    parts = {"storage": LazyTensorStorage(rows, device=device), "sampler": PrioritizedSampler(rows, 0.6, 0.4)}
+    parts = {
+        "storage": LazyTensorStorage(rows, device=device),
+        "sampler": PrioritizedSampler(rows, 0.6, 0.4),
+    }
     rb = filled(TensorDictReplayBuffer(**parts, batch_size=BATCH), rows)
-    yield "TorchRL: proportional, sample + update", wall(cycle(rb, torch.rand(BATCH, device=device)), seconds), "us"
+    yield (
+        "TorchRL: proportional, sample + update",
+        wall(cycle(rb, torch.rand(BATCH, device=device)), seconds),
+        "us",
+    )
 
 
 TIMINGS = (samples, from_host, images, advantages, torchrl)
@@ -124,7 +179,9 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += not func.is_view and "empty" not in func.overloadpacket.__name__
         return func(*args, **(kwargs or {}))
 
@@ -137,15 +194,32 @@ def operations(call: Callable[[], object]) -> int:
 
 
 def counts(rows: int) -> Timed:
-    """Yield how many operations calls take on other devices than the CPU; torch's meta device executes none."""
+    """Yield how many operations calls take on other devices than the CPU; torch's meta
+    device executes none."""
     data, td_error = small_rows(BATCH), torch.rand(BATCH, device="meta")
-    samplers = {"uniform": UniformSampler(), "proportional": ProportionalSampler(rows), "by rank": RankSampler(rows)}
-    for name, sampler in (samplers | {"3-step": NStepSampler(UniformSampler(), 3, 0.9)}).items():
-        rb = ReplayBuffer(storage=PackedStorage(rows, device="meta"), sampler=sampler, batch_size=BATCH)
-        yield f"{name}, extend by {BATCH}", operations(partial(rb.extend, data)), "operations"
+    samplers = {
+        "uniform": UniformSampler(),
+        "proportional": ProportionalSampler(rows),
+        "by rank": RankSampler(rows),
+    }
+    for name, sampler in (
+        samplers | {"3-step": NStepSampler(UniformSampler(), 3, 0.9)}
+    ).items():
+        rb = ReplayBuffer(
+            storage=PackedStorage(rows, device="meta"),
+            sampler=sampler,
+            batch_size=BATCH,
+        )
+        yield (
+            f"{name}, extend by {BATCH}",
+            operations(partial(rb.extend, data)),
+            "operations",
+        )
         yield f"{name}, sample", operations(rb.sample), "operations"
         if name in ("proportional", "by rank"):
-            update = partial(rb.update_tensordict_priority, rb.sample().set("td_error", td_error))
+            update = partial(
+                rb.update_tensordict_priority, rb.sample().set("td_error", td_error)
+            )
             yield f"{name}, update priorities", operations(update), "operations"
 
 
@@ -162,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
-    print(f"{name}, torch {torch.__version__}, {options.rows:,} rows of 167 bytes, batch {BATCH}")
+    print(
+        f"{name}, torch {torch.__version__}, {options.rows:,} rows of 167 bytes, batch {BATCH}"
+    )
     for timing in TIMINGS:
         for what, value, unit in timing(device, options.rows, 0.2):
             print(f"  {what}: {value:.1f} {unit}", flush=True)

@@ -1,6 +1,8 @@
-"""Observations once: what rows that share them save, and what that costs (``python -m tests.benchmarks.memory``).
+"""Observations once: what rows that share them save, and what that costs
+(``python -m tests.benchmarks.memory``).
 
-Each figure is a ratio to a plain :class:`PackedStorage`. A learner's step runs before each timed call.
+Each figure is a ratio to a plain :class:`PackedStorage`. A learner's step runs before
+each timed call.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def vector_rows(count: int, width: int, episode: int = 1_000) -> TensorDict:
 
 
 def image_rows(count: int, episode: int = 200) -> TensorDict:
-    """Return Atari's transitions in episodes: stacks of four frames, which begin with four times the first."""
+    """Return Atari's transitions in episodes: stacks of four frames, which begin with
+    four times the first."""
     rows = small_rows(count)
     now, after = torch.empty(2, count, 4, 84, 84, dtype=torch.uint8).unbind(0)
     for start in range(0, count, episode):
@@ -49,8 +52,11 @@ def image_rows(count: int, episode: int = 200) -> TensorDict:
     return rows
 
 
-def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Return memory and times of rows that share, relative to plain ones; both are full."""
+def compare(
+    rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], rounds: int
+) -> dict[str, float]:
+    """Return memory and times of rows that share, relative to plain ones; both are
+    full."""
     plain = ReplayBuffer(storage=PackedStorage(rows), batch_size=BATCH)
     shared = ReplayBuffer(storage=PackedStorage(rows, **how), batch_size=BATCH)
     chunk = min(CHUNK if make(1).bytes() < 5_000 else 1_000, rows)
@@ -68,16 +74,30 @@ def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], r
             if name in writes:
                 calls[kind] = partial(next, map(getattr(rb, name), cycle(writes[name])))
         blocks = in_loop(calls, rounds, Learner(BATCH).step)
-        result[name] = statistics.median(map(truediv, blocks["shared"], blocks["plain"]))
+        result[name] = statistics.median(
+            map(truediv, blocks["shared"], blocks["plain"])
+        )
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's")
-    parser.add_argument("--wide", type=float, default=1e5, help="rows with Humanoid's observations of 376 numbers")
-    parser.add_argument("--images", type=float, default=1e4, help="rows with Atari's stacks, 56 KB each while plain")
-    parser.add_argument("--rounds", type=int, default=12, help="blocks of 16 calls each")
+    parser.add_argument(
+        "--wide",
+        type=float,
+        default=1e5,
+        help="rows with Humanoid's observations of 376 numbers",
+    )
+    parser.add_argument(
+        "--images",
+        type=float,
+        default=1e4,
+        help="rows with Atari's stacks, 56 KB each while plain",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="blocks of 16 calls each"
+    )
     options = parser.parse_args(arguments)
     once, frames = {"share_next": True}, {"frames": {"observation": 4}}
     cases: list[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]] = [

@@ -1,7 +1,8 @@
-"""Choose a random shard every 3 seconds and kill it if it runs, while writers and a learner work; report the pauses.
+"""Choose a random shard every 3 seconds and kill it if it runs, while writers and a
+learner work; report the pauses.
 
-Run ``python -m tests.benchmarks.shard_losses``: it prints the longest pause of the learner and of each writer, how many
-shards were alive, and that no row was wrong.
+Run ``python -m tests.benchmarks.shard_losses``: it prints the longest pause of the
+learner and of each writer, how many shards were alive, and that no row was wrong.
 """
 
 from __future__ import annotations
@@ -33,21 +34,33 @@ _LOOK = 0.1  # seconds between looks at the shards
 def rows(first: int, count: int) -> TensorDict:
     """Return rows with a checksum in each, so that a torn or mixed one is seen."""
     number = torch.arange(first, first + count)
-    checks = {"check": number * FACTOR, "wide": number[:, None].expand(count, 40).float()}
+    checks = {
+        "check": number * FACTOR,
+        "wide": number[:, None].expand(count, 40).float(),
+    }
     return TensorDict({"id": number, "next": checks}, [count])
 
 
 def wrong(batch: TensorDict) -> int:
     is_right = batch["next", "check"] == batch["id"] * FACTOR
-    return int((~(is_right & (batch["next", "wide"] == batch["id"][:, None].float()).all(1))).sum())
+    return int(
+        (
+            ~(is_right & (batch["next", "wide"] == batch["id"][:, None].float()).all(1))
+        ).sum()
+    )
 
 
 def make_buffer() -> ReplayBuffer:
-    return ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=256)
+    return ReplayBuffer(
+        storage=PackedStorage(CAPACITY),
+        sampler=ProportionalSampler(CAPACITY),
+        batch_size=256,
+    )
 
 
 def timed(seconds: float, step: Callable[[], None]) -> tuple[int, list[float]]:
-    """Call ``step`` for some time; return how often, and the longest calls, in seconds."""
+    """Call ``step`` for some time; return how often, and the longest calls, in
+    seconds."""
     calls, longest, end = 0, [0.0], time.monotonic() + seconds
     while (begin := time.monotonic()) < end:
         step()
@@ -72,13 +85,23 @@ class Writer:
         return timed(seconds, step)
 
 
-def watch(rb: ShardedReplayBuffer, every: float, stop: threading.Event, kills: list[int], alive: list[int]) -> None:
+def watch(
+    rb: ShardedReplayBuffer,
+    every: float,
+    stop: threading.Event,
+    kills: list[int],
+    alive: list[int],
+) -> None:
     """Choose a random shard now and then, kill it if it runs, and note how many run."""
     handles, due = rb.links.handles, time.monotonic() + every
     processes: dict[int, int] = {}  # of living shards
     calls: list[tuple[int, Any]] = []
     while not stop.wait(_LOOK):
-        calls += [(place, handle.process.remote()) for place, handle in enumerate(handles) if place not in processes]
+        calls += [
+            (place, handle.process.remote())
+            for place, handle in enumerate(handles)
+            if place not in processes
+        ]
         for place, call in list(calls):
             if ray.wait([call], timeout=0)[0]:
                 calls.remove((place, call))
@@ -102,7 +125,9 @@ def longest_without(alive: list[int]) -> float:
     return longest * _LOOK
 
 
-def soak(rb: ShardedReplayBuffer, writers: list[Any], seconds: float, every: float) -> None:
+def soak(
+    rb: ShardedReplayBuffer, writers: list[Any], seconds: float, every: float
+) -> None:
     bad = 0
 
     def learn() -> None:
@@ -122,17 +147,27 @@ def soak(rb: ShardedReplayBuffer, writers: list[Any], seconds: float, every: flo
     batches, longest = timed(seconds, learn)
     stop.set()
     killer.join()
-    print(f"{len(kills)} kills; {sum(alive) / len(alive):.1f} shards alive, none for {longest_without(alive):.1f} s")
-    print(f"learner: {batches} batches, longest pauses {[round(each, 2) for each in longest]} s, {bad} wrong rows")
+    print(
+        f"{len(kills)} kills; {sum(alive) / len(alive):.1f} shards alive, none for {longest_without(alive):.1f} s"
+    )
+    print(
+        f"learner: {batches} batches, longest pauses {[round(each, 2) for each in longest]} s, {bad} wrong rows"
+    )
     for calls, pauses in ray.get(written):
-        print(f"writer:  {calls} writes, longest pauses {[round(each, 2) for each in pauses]} s")
-    print(f"training goes on: {timed(1.0, learn)[0]} batches in the next second, {bad} wrong rows")
+        print(
+            f"writer:  {calls} writes, longest pauses {[round(each, 2) for each in pauses]} s"
+        )
+    print(
+        f"training goes on: {timed(1.0, learn)[0]} batches in the next second, {bad} wrong rows"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=3.0, help="seconds between kills")
+    parser.add_argument(
+        "--every", type=float, default=3.0, help="seconds between kills"
+    )
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--writers", type=int, default=2)
     options = parser.parse_args()
@@ -147,7 +182,10 @@ def main() -> None:
             client.synchronize()
         rb.dumps()
         start = ray.remote(Writer).options(num_cpus=0).remote
-        writers = [start(client, 10**8 * (1 + place)) for place, client in enumerate(rb.clients(options.writers))]
+        writers = [
+            start(client, 10**8 * (1 + place))
+            for place, client in enumerate(rb.clients(options.writers))
+        ]
         ray.get([writer.write.remote(0.1) for writer in writers])  # pyrefly: ignore [missing-attribute]
         soak(rb, writers, options.seconds, options.every)
 

@@ -1,7 +1,9 @@
-"""Time batches from shards on Ray against TorchRL's ``RayReplayBuffer``, and fit what a batch costs.
+"""Time batches from shards on Ray against TorchRL's ``RayReplayBuffer``, and fit what a
+batch costs.
 
-Run ``python -m tests.benchmarks.sharded`` for rows per second (sample + update, 4 shards, one learner) and
-``python -m tests.benchmarks.sharded --fit`` for the time per batch against shards and batch size.
+Run ``python -m tests.benchmarks.sharded`` for rows per second (sample + update, 4
+shards, one learner) and ``python -m tests.benchmarks.sharded --fit`` for the time per
+batch against shards and batch size.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import numpy as np
 import ray
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RayReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.distributed import Client, ShardedReplayBuffer
@@ -28,17 +35,29 @@ BATCHES = 256, 4_096
 
 def rows(count: int) -> TensorDict:
     seen = torch.rand(count + 1, 17)
-    outcome = {"observation": seen[1:], "reward": torch.rand(count, 1), "done": torch.zeros(count, 1).bool()}
-    return TensorDict({"observation": seen[:-1], "action": torch.rand(count, 6), "next": outcome}, [count])
+    outcome = {
+        "observation": seen[1:],
+        "reward": torch.rand(count, 1),
+        "done": torch.zeros(count, 1).bool(),
+    }
+    return TensorDict(
+        {"observation": seen[:-1], "action": torch.rand(count, 6), "next": outcome},
+        [count],
+    )
 
 
 def make_buffer(capacity: int) -> ReplayBuffer:
-    return ReplayBuffer(storage=PackedStorage(capacity), sampler=ProportionalSampler(capacity, alpha=0.6, beta=0.4))
+    return ReplayBuffer(
+        storage=PackedStorage(capacity),
+        sampler=ProportionalSampler(capacity, alpha=0.6, beta=0.4),
+    )
 
 
 def sharded(shards: int, stored: int, prefetch: int = 0) -> ShardedReplayBuffer:
     """Return a buffer of some shards that hold ``stored`` rows together."""
-    rb = ShardedReplayBuffer(shards, partial(make_buffer, stored // shards), prefetch=prefetch)
+    rb = ShardedReplayBuffer(
+        shards, partial(make_buffer, stored // shards), prefetch=prefetch
+    )
     for client in rb.clients(shards):
         for _ in range(10):
             client.extend(rows(stored // shards // 10))
@@ -65,7 +84,9 @@ def step(rb: Any, size: int) -> None:
     rb.update_tensordict_priority(batch)
 
 
-def seconds(contenders: Sequence[Callable[[], None]], rounds: int, calls: int = 10) -> list[float]:
+def seconds(
+    contenders: Sequence[Callable[[], None]], rounds: int, calls: int = 10
+) -> list[float]:
     """Return the median time of a call of each; they take turns."""
     for contender in contenders:
         for _ in range(calls):
@@ -92,12 +113,19 @@ def compare(stored: int, rounds: int) -> None:
         rb.shutdown()
 
 
-def first_shards(rb: ShardedReplayBuffer, shards: int, home: int | None = None) -> Client:
-    """Return a client of the first shards alone: to start some for each measurement would take minutes."""
-    return Client(lambda: (rb.links.handles[:shards], None, ray), rb.spec, None, 0, home)
+def first_shards(
+    rb: ShardedReplayBuffer, shards: int, home: int | None = None
+) -> Client:
+    """Return a client of the first shards alone: to start some for each measurement
+    would take minutes."""
+    return Client(
+        lambda: (rb.links.handles[:shards], None, ray), rb.spec, None, 0, home
+    )
 
 
-def times_of(rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int) -> list[tuple[int, int, int, float]]:
+def times_of(
+    rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int
+) -> list[tuple[int, int, int, float]]:
     rb.empty()
     for home in range(shards):
         client = first_shards(rb, shards, home)
@@ -106,28 +134,51 @@ def times_of(rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int) -> 
         client.synchronize()
     learner = first_shards(rb, shards)
     sizes = 64, 256, 1_024, 4_096
-    return [(stored, shards, size, seconds([partial(step, learner, size)], rounds, 5)[0]) for size in sizes]
+    return [
+        (stored, shards, size, seconds([partial(step, learner, size)], rounds, 5)[0])
+        for size in sizes
+    ]
 
 
 def fit(rounds: int, numbers: Sequence[int]) -> None:
-    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers of shards."""
+    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers
+    of shards."""
     with ShardedReplayBuffer(max(numbers), partial(make_buffer, 1_000_000)) as rb:
-        points = [point for shards in numbers for point in times_of(rb, shards, 100_000, rounds)]
-        few, many = (times_of(rb, min(4, max(numbers)), stored, rounds) for stored in (10_000, 1_000_000))
+        points = [
+            point
+            for shards in numbers
+            for point in times_of(rb, shards, 100_000, rounds)
+        ]
+        few, many = (
+            times_of(rb, min(4, max(numbers)), stored, rounds)
+            for stored in (10_000, 1_000_000)
+        )
     for (*_, size, before), (*_, after) in zip(few, many, strict=True):
-        print(f"{size:>6} rows: {1e3 * before:.2f} ms of 10,000 stored, {1e3 * after:.2f} ms of 1,000,000")
+        print(
+            f"{size:>6} rows: {1e3 * before:.2f} ms of 10,000 stored, {1e3 * after:.2f} ms of 1,000,000"
+        )
     _, shards, size, taken = np.array(points).T
     design = np.stack([np.ones_like(taken), shards, size], 1)
     (fixed, per_shard, per_row), *_ = np.linalg.lstsq(design, taken, rcond=None)
-    explained = 1 - ((taken - design @ [fixed, per_shard, per_row]) ** 2).sum() / ((taken - taken.mean()) ** 2).sum()
-    print(f"time = {1e3 * fixed:.2f} ms + {1e3 * per_shard:.3f} ms * shards + {1e6 * per_row:.3f} us * rows")
+    explained = (
+        1
+        - ((taken - design @ [fixed, per_shard, per_row]) ** 2).sum()
+        / ((taken - taken.mean()) ** 2).sum()
+    )
+    print(
+        f"time = {1e3 * fixed:.2f} ms + {1e3 * per_shard:.3f} ms * shards + {1e6 * per_row:.3f} us * rows"
+    )
     print(f"R^2 {explained:.3f}")
 
 
 def start_ray() -> None:
-    os.environ.setdefault("RAY_max_direct_call_object_size", "1000000")  # the answers of a batch take no detour
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
-    paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
+    # the answers of a batch take no detour
+    os.environ.setdefault("RAY_max_direct_call_object_size", "1000000")
+    # Ray's 15 lets any other process of the machine go first
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    paths = {
+        "PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))
+    }
     ray.init(
         address="local",
         num_cpus=2,
@@ -141,9 +192,13 @@ def start_ray() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=100_000, help="stored in all shards together")
+    parser.add_argument(
+        "--rows", type=int, default=100_000, help="stored in all shards together"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit")
+    parser.add_argument(
+        "--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the cost of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)

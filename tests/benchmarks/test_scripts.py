@@ -1,4 +1,5 @@
-"""The benchmarks run and print what they measure; the faults of ``breaks.py`` can be made."""
+"""The benchmarks run and print what they measure; the faults of ``breaks.py`` can be
+made."""
 
 from __future__ import annotations
 
@@ -17,9 +18,16 @@ from tests.benchmarks.contenders import Ours, TorchRL, available
 pytestmark = pytest.mark.slow
 
 
-def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    memory.main(["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "2"])
-    found = {line.split()[0]: re.findall(r"(\w+) ([\d.]+)x", line) for line in capsys.readouterr().out.splitlines()}
+def test_rows_that_share_observations_are_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    memory.main(
+        ["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "2"]
+    )
+    found = {
+        line.split()[0]: re.findall(r"(\w+) ([\d.]+)x", line)
+        for line in capsys.readouterr().out.splitlines()
+    }
     for case, most in (("HalfCheetah", 0.65), ("Humanoid", 0.53), ("Atari", 0.14)):
         measured = {name: float(ratio) for name, ratio in found[case]}
         assert measured.keys() == {"memory", "sample", "extend", "add"}
@@ -29,8 +37,11 @@ def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture
 SIZES = ["--rows", "1000", "--batch", "128", "--rounds", "2"]
 
 
-def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
+def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(
+    tmp_path, monkeypatch, capsys
+):
+    # JAX starts threads, and other tests fork
+    monkeypatch.setattr(bench, "available", lambda: [Ours, TorchRL])
     monkeypatch.setattr(timing, "CALLS", 1)
     monkeypatch.setattr(bench, "SHAPES", ((8, 64), (32, 8), (1, 32)))
     bench.main([*SIZES, "--images", "128", "--picture", str(tmp_path / "bench.png")])
@@ -44,7 +55,11 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, m
 def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")  # in a narrow table, names break
     monkeypatch.setattr(timing, "CALLS", 1)
-    monkeypatch.setitem(options.OPTIONS, "not compiled", partial(options.made, sampler=lambda _: RandomSampler()))
+    monkeypatch.setitem(
+        options.OPTIONS,
+        "not compiled",
+        partial(options.made, sampler=lambda _: RandomSampler()),
+    )
     options.main(["--rows", "1000", "--batch", "16", "--rounds", "1"])
     printed = capsys.readouterr().out
     for name in options.OPTIONS:
@@ -53,7 +68,17 @@ def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
 
 
 def test_every_library_that_is_installed_is_timed():
-    command = [sys.executable, "-m", "tests.benchmarks.bench", *SIZES, "--images", "0", "--only", "uniform", "extend"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.bench",
+        *SIZES,
+        "--images",
+        "0",
+        "--only",
+        "uniform",
+        "extend",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     names = [contender.name for contender in available()]
     assert [name in done.stdout for name in names] == [True] * len(names)
@@ -61,7 +86,11 @@ def test_every_library_that_is_installed_is_timed():
 
 def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
     train.main(["--rounds", "1", "--steps", "1100"])
-    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
+    lines = {
+        line.split()[1]: line
+        for line in capsys.readouterr().out.splitlines()
+        if "%" in line
+    }
     assert set(lines) == set(train.SCRIPTS)
     assert "equal" in lines["sac"]
 
@@ -76,11 +105,22 @@ def test_what_is_timed_on_a_device_runs(case, monkeypatch):
 def test_uniform_calls_on_a_device_take_few_operations():
     found = {what: value for what, value, _ in device.counts(600)}
     assert len(found) == 10
-    assert 0 < found["uniform, sample"] < 10 > found[f"uniform, extend by {device.BATCH}"] > 0
+    assert (
+        0
+        < found["uniform, sample"]
+        < 10
+        > found[f"uniform, extend by {device.BATCH}"]
+        > 0
+    )
 
 
 def test_the_forty_faults_can_still_be_made() -> None:
     assert len(breaks.BREAKS) == 40
     assert not [fault for each in breaks.BREAKS if (fault := breaks.fault_of(each))]
-    named = [name for each in breaks.BREAKS for name in each.tests.split() if name.startswith("tests/")]
+    named = [
+        name
+        for each in breaks.BREAKS
+        for name in each.tests.split()
+        if name.startswith("tests/")
+    ]
     assert not [name for name in named if not (breaks.ROOT / name).exists()]

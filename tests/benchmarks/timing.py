@@ -1,4 +1,5 @@
-"""Functions that time calls after a learner's step, which evicts a buffer's data from the processor's caches."""
+"""Functions that time calls after a learner's step, which evicts a buffer's data from
+the processor's caches."""
 
 from __future__ import annotations
 
@@ -12,13 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-# Each of TorchRL's storages logs its first write, into the middle of the progress. Other messages are shown.
-logging.getLogger("torchrl").addFilter(lambda record: not record.getMessage().startswith("Initialized Lazy"))
+# Each of TorchRL's storages logs its first write, into the middle of the progress.
+# Other messages are shown.
+logging.getLogger("torchrl").addFilter(
+    lambda record: not record.getMessage().startswith("Initialized Lazy")
+)
 
 Calls = dict[str, Callable[[], object]]  # by the name of a library or of an operation
 OURS = "rlbuf_td"  # every ratio is relative to this package's time
 CALLS = 16  # per block, each after a learner's step
-#: The operations on replay buffers, and all operations, in words for tables and pictures.
+#: The operations on replay buffers, and all operations, in words for tables and
+# pictures.
 REPLAY = {
     "uniform": "sample, uniform",
     "proportional": "sample, proportional",
@@ -59,23 +64,34 @@ class Timing:
         """What the operation works on, in words."""
         if self.operation not in REPLAY:
             return "Dicts, Gymnasium, rollouts"
-        kind = "two 4 x 84 x 84 images" if self.kind == "image" else "167 bytes in 7 leaves"
+        kind = (
+            "two 4 x 84 x 84 images"
+            if self.kind == "image"
+            else "167 bytes in 7 leaves"
+        )
         return f"{self.rows:,} rows of {kind}"
 
     def median(self, name: str) -> float:
         return statistics.median(self.blocks[name])
 
     def ratio(self, name: str) -> float:
-        """Return a library's time divided by this package's time, as the median over blocks."""
+        """Return a library's time divided by this package's time, as the median over
+        blocks."""
         both = zip(self.blocks[name], self.blocks[OURS], strict=True)
         return statistics.median(theirs / ours for theirs, ours in both)
 
 
 class Learner:
-    """An MLP with Adam, whose step evicts a buffer's data and code from the processor's caches."""
+    """An MLP with Adam, whose step evicts a buffer's data and code from the processor's
+    caches."""
 
     def __init__(self, batch: int) -> None:
-        layers = (torch.nn.Linear(17, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU())
+        layers = (
+            torch.nn.Linear(17, 256),
+            torch.nn.ReLU(),
+            torch.nn.Linear(256, 256),
+            torch.nn.ReLU(),
+        )
         self.network = torch.nn.Sequential(*layers, torch.nn.Linear(256, 6))
         self.optimizer = torch.optim.Adam(self.network.parameters())
         self.observation = torch.randn(batch, 17)
@@ -86,16 +102,22 @@ class Learner:
         self.optimizer.step()
 
 
-def measure(operation: str, rows: int, kind: str, calls: Calls, rounds: int, batch: int = 256) -> Timing:
+def measure(
+    operation: str, rows: int, kind: str, calls: Calls, rounds: int, batch: int = 256
+) -> Timing:
     gc.collect()
     for call in calls.values():
-        for _ in range(rows // batch // 4):  # in virtual machines, the first reads of memory pages are slow
+        # in virtual machines, the first reads of memory pages are slow
+        for _ in range(rows // batch // 4):
             call()
     return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step))
 
 
-def in_loop(calls: Calls, rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
-    """Return each library's mean microseconds per call in each block; ``learn()`` runs, untimed, before each call."""
+def in_loop(
+    calls: Calls, rounds: int, learn: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Return each library's mean microseconds per call in each block; ``learn()`` runs,
+    untimed, before each call."""
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -105,7 +127,8 @@ def in_loop(calls: Calls, rounds: int, learn: Callable[[], object]) -> dict[str,
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
-            # The first call of a block does not count. Unlike a median, the mean counts rare slow calls.
+            # The first call of a block does not count. Unlike a median, the mean counts
+            # rare slow calls.
             blocks[name].append(statistics.fmean(times[1:]) * 1e6)
     return blocks
 

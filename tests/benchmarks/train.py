@@ -1,8 +1,10 @@
-"""Time training scripts with TorchRL's buffers and with this package's (``python -m tests.benchmarks.train``).
+"""Time training scripts with TorchRL's buffers and with this package's
+(``python -m tests.benchmarks.train``).
 
-The two runs of a script have the same seed and differ only in the buffer. DQN uses prioritized replay. In
-``small-dqn``, network and batch are smaller, so that replay takes a larger share of the time. SAC uses uniform replay:
-both buffers draw the same rows, and the final weights are bitwise equal. PPO runs epochs over rollouts with GAE.
+The two runs of a script have the same seed and differ only in the buffer. DQN uses
+prioritized replay. In ``small-dqn``, network and batch are smaller, so that replay
+takes a larger share of the time. SAC uses uniform replay: both buffers draw the same
+rows, and the final weights are bitwise equal. PPO runs epochs over rollouts with GAE.
 """
 
 from __future__ import annotations
@@ -75,14 +77,26 @@ class Clock:
 def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffer:
     alpha, beta = 0.6, 0.4
     if side == OURS:
-        own = {"sampler": ProportionalSampler(CAPACITY, alpha, beta)} if prioritized else {}
+        own = (
+            {"sampler": ProportionalSampler(CAPACITY, alpha, beta)}
+            if prioritized
+            else {}
+        )
         return ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=batch, **own)
-    theirs = {"sampler": PrioritizedSampler(CAPACITY, alpha, beta)} if prioritized else {}
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=batch, **theirs)
+    theirs = (
+        {"sampler": PrioritizedSampler(CAPACITY, alpha, beta)} if prioritized else {}
+    )
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), batch_size=batch, **theirs
+    )
 
 
 def learn_by_replay(
-    clock: Clock, rb: Any, collector: Collector, learn: Callable[[TensorDictBase], object], updates: int
+    clock: Clock,
+    rb: Any,
+    collector: Collector,
+    learn: Callable[[TensorDictBase], object],
+    updates: int,
 ) -> None:
     prioritized = isinstance(rb.sampler, PrioritizedSampler)
     for data in collector:
@@ -100,30 +114,54 @@ def learn_by_replay(
     collector.shutdown()
 
 
-def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int = 64) -> torch.nn.Module:
+def train_dqn(
+    side: str, clock: Clock, steps: int, cells: int = 256, batch: int = 64
+) -> torch.nn.Module:
     env = GymEnv("CartPole-v1")
     env.set_seed(0)
     policy, explore = demo.make_policy(env, CPU, cells)
     learner = demo.Learner(policy, env, steps)
     collector = collect(env, TensorDictSequential(policy, explore), demo.FRAMES, steps)
-    learn_by_replay(clock, replay(side, batch, prioritized=True), collector, learner.learn, demo.UPDATES)
+    learn_by_replay(
+        clock,
+        replay(side, batch, prioritized=True),
+        collector,
+        learner.learn,
+        demo.UPDATES,
+    )
     return policy
 
 
-def make_sac(env: EnvBase) -> tuple[ProbabilisticActor, Callable[[TensorDictBase], None]]:
-    observations, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
-    head = torch.nn.Sequential(MLP(observations, 2 * actions, num_cells=[256, 256]), NormalParamExtractor())
+def make_sac(
+    env: EnvBase,
+) -> tuple[ProbabilisticActor, Callable[[TensorDictBase], None]]:
+    observations, actions = (
+        env.observation_spec["observation"].shape[-1],
+        env.action_spec.shape[-1],
+    )
+    head = torch.nn.Sequential(
+        MLP(observations, 2 * actions, num_cells=[256, 256]), NormalParamExtractor()
+    )
     actor = ProbabilisticActor(
         TensorDictModule(head, ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=env.action_spec,
         distribution_class=TanhNormal,
-        distribution_kwargs={"low": env.action_spec.space.low, "high": env.action_spec.space.high},
+        distribution_kwargs={
+            "low": env.action_spec.space.low,
+            "high": env.action_spec.space.high,
+        },
     )
-    critic = ValueOperator(MLP(observations + actions, 1, num_cells=[256, 256]), in_keys=["observation", "action"])
+    critic = ValueOperator(
+        MLP(observations + actions, 1, num_cells=[256, 256]),
+        in_keys=["observation", "action"],
+    )
     loss_module = SACLoss(actor, critic, num_qvalue_nets=2)
     loss_module.make_value_estimator(gamma=0.99)
-    target, optimizer = SoftUpdate(loss_module, eps=0.995), torch.optim.Adam(loss_module.parameters(), lr=3e-4)
+    target, optimizer = (
+        SoftUpdate(loss_module, eps=0.995),
+        torch.optim.Adam(loss_module.parameters(), lr=3e-4),
+    )
 
     def learn(batch: TensorDictBase) -> None:
         losses = loss_module(batch)
@@ -139,18 +177,34 @@ def train_sac(side: str, clock: Clock, steps: int) -> torch.nn.Module:
     env = GymEnv("Pendulum-v1")
     env.set_seed(0)
     actor, learn = make_sac(env)
-    learn_by_replay(clock, replay(side, 256, prioritized=False), collect(env, actor, 10, steps), learn, updates=10)
+    learn_by_replay(
+        clock,
+        replay(side, 256, prioritized=False),
+        collect(env, actor, 10, steps),
+        learn,
+        updates=10,
+    )
     return actor
 
 
-def make_ppo(env: EnvBase) -> tuple[ProbabilisticActor, ValueOperator, Callable[[TensorDictBase], None]]:
-    size, spec = env.observation_spec["observation"].shape[-1], env.action_spec_unbatched
+def make_ppo(
+    env: EnvBase,
+) -> tuple[ProbabilisticActor, ValueOperator, Callable[[TensorDictBase], None]]:
+    size, spec = (
+        env.observation_spec["observation"].shape[-1],
+        env.action_spec_unbatched,
+    )
     network = partial(MLP, size, num_cells=[64, 64], activation_class=torch.nn.Tanh)
     head = TensorDictModule(network(spec.space.n), ["observation"], ["logits"])
-    of_actions = {"distribution_class": torch.distributions.Categorical, "return_log_prob": True}
+    of_actions = {
+        "distribution_class": torch.distributions.Categorical,
+        "return_log_prob": True,
+    }
     actor = ProbabilisticActor(head, in_keys=["logits"], spec=spec, **of_actions)
     critic = ValueOperator(network(1), in_keys=["observation"])
-    loss_module = ClipPPOLoss(actor, critic, entropy_bonus=False, critic_coeff=0.5, loss_critic_type="l2")
+    loss_module = ClipPPOLoss(
+        actor, critic, entropy_bonus=False, critic_coeff=0.5, loss_critic_type="l2"
+    )
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, eps=1e-5)
 
     def learn(batch: TensorDictBase) -> None:
@@ -166,12 +220,24 @@ def make_ppo(env: EnvBase) -> tuple[ProbabilisticActor, ValueOperator, Callable[
 def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
     lanes, frames = 8, 8 * 128
     law: dict[str, Any] = {"gamma": 0.99, "lmbda": 0.95}
-    env = SerialEnv(lanes, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
+    env = SerialEnv(
+        lanes, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+    )
     env.set_seed(0)
     actor, critic, learn = make_ppo(env)
-    ours = RolloutBuffer(128, lanes, batch_size=256, epochs=10, value_network=critic, normalize_advantage=None, **law)
+    ours = RolloutBuffer(
+        128,
+        lanes,
+        batch_size=256,
+        epochs=10,
+        value_network=critic,
+        normalize_advantage=None,
+        **law,
+    )
     theirs = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(frames), sampler=SamplerWithoutReplacement(), batch_size=256
+        storage=LazyTensorStorage(frames),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=256,
     )
     advantage = GAE(**law, value_network=critic, average_gae=False, vectorized=True)
     collector = collect(env, actor, frames, steps)
@@ -191,8 +257,12 @@ def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
 
 
 def collect(env: EnvBase, policy: Any, frames: int, steps: int) -> Collector:
-    """Return a TorchRL collector; the number of ``steps`` is rounded up to a multiple of ``frames``."""
-    frames_of = {"frames_per_batch": frames, "total_frames": -(-steps // frames) * frames}
+    """Return a TorchRL collector; the number of ``steps`` is rounded up to a multiple
+    of ``frames``."""
+    frames_of = {
+        "frames_per_batch": frames,
+        "total_frames": -(-steps // frames) * frames,
+    }
     return Collector(env, policy, **frames_of, auto_register_policy_transforms=False)
 
 
@@ -222,11 +292,19 @@ def compare(script: str, steps: int, rounds: int) -> list[str]:
         for side in SIDES:
             total, in_buffer, weights[side] = run(script, side, steps)
             runs[side].append((total, in_buffer))
-    speed = {side: steps / statistics.median(total for total, _ in runs[side]) for side in SIDES}
-    share = {side: statistics.median(inside for _, inside in runs[side]) for side in SIDES}
+    speed = {
+        side: steps / statistics.median(total for total, _ in runs[side])
+        for side in SIDES
+    }
+    share = {
+        side: statistics.median(inside for _, inside in runs[side]) for side in SIDES
+    }
     both = zip(*(runs[side] for side in SIDES), strict=True)
     faster = statistics.median(theirs / ours for (ours, _), (theirs, _) in both)
-    equal = all(torch.equal(ours, theirs) for ours, theirs in zip(*weights.values(), strict=True))
+    equal = all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(*weights.values(), strict=True)
+    )
     shares = " / ".join(f"{share[side]:.1%}" for side in SIDES)
     speeds = [f"{speed[side]:,.0f}" for side in SIDES]
     return [script, *speeds, f"{faster:.2f}x", shares, "equal" if equal else "differ"]
@@ -235,14 +313,22 @@ def compare(script: str, steps: int, rounds: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[*SCRIPTS], choices=[*SCRIPTS])
-    parser.add_argument("--steps", type=whole_number(1), help="environment steps per run")
-    parser.add_argument("--rounds", type=whole_number(1), default=3, help="runs per script and buffer")
+    parser.add_argument(
+        "--steps", type=whole_number(1), help="environment steps per run"
+    )
+    parser.add_argument(
+        "--rounds", type=whole_number(1), default=3, help="runs per script and buffer"
+    )
     options = parser.parse_args(arguments)
-    table = Table("script", *SIDES, "speed-up", "time in buffers", "final weights", caption=NOTES)
+    table = Table(
+        "script", *SIDES, "speed-up", "time in buffers", "final weights", caption=NOTES
+    )
     table.title = "Whole training scripts, one thread: environment steps per second"
     with one_thread():
         for script in track(options.only, "training", transient=True):
-            table.add_row(*compare(script, options.steps or STEPS[script], options.rounds))
+            table.add_row(
+                *compare(script, options.steps or STEPS[script], options.rounds)
+            )
     Console().print(table)
 
 

@@ -32,11 +32,19 @@ def rows(start: int, count: int) -> TensorDict:
     t = torch.arange(start, start + count)
     done = (t % 7 == 6)[:, None]
     after = {"reward": torch.ones(count, 1), "done": done, "terminated": done.clone()}
-    return TensorDict({"t": t, "x": t[:, None].expand(count, WIDTH).float().clone(), "next": after}, [count])
+    return TensorDict(
+        {"t": t, "x": t[:, None].expand(count, WIDTH).float().clone(), "next": after},
+        [count],
+    )
 
 
-def buffer(sampler: Any = None, capacity: int = 60, **kwargs: Any) -> Any:  # as_dataset is of TorchRL's next release
-    return ReplayBuffer(storage=PackedStorage(capacity, **kwargs), sampler=sampler or UniformSampler(), batch_size=8)
+# as_dataset is of TorchRL's next release
+def buffer(sampler: Any = None, capacity: int = 60, **kwargs: Any) -> Any:
+    return ReplayBuffer(
+        storage=PackedStorage(capacity, **kwargs),
+        sampler=sampler or UniformSampler(),
+        batch_size=8,
+    )
 
 
 def check(batch: TensorDict) -> None:
@@ -47,7 +55,12 @@ def loader(dataset: Any, method: str, **kwargs: Any) -> DataLoader:
     from torchrl.data import tensordict_collate
 
     return DataLoader(
-        dataset, num_workers=2, multiprocessing_context=method, collate_fn=tensordict_collate, timeout=120, **kwargs
+        dataset,
+        num_workers=2,
+        multiprocessing_context=method,
+        collate_fn=tensordict_collate,
+        timeout=120,
+        **kwargs,
     )
 
 
@@ -76,8 +89,15 @@ def test_a_storage_is_restored_without_its_listeners() -> None:
     ],
     ids=str,
 )
-def test_workers_read_each_row_once(form: dict[str, Any], method: str, tmp_path: Any) -> None:
-    rb = buffer(**{name: tmp_path / value if name == "scratch_dir" else value for name, value in form.items()})
+def test_workers_read_each_row_once(
+    form: dict[str, Any], method: str, tmp_path: Any
+) -> None:
+    rb = buffer(
+        **{
+            name: tmp_path / value if name == "scratch_dir" else value
+            for name, value in form.items()
+        }
+    )
     data = rows(0, 40)
     if "share_next" in form:
         data["next", "x"] = data["x"] + 1
@@ -86,7 +106,9 @@ def test_workers_read_each_row_once(form: dict[str, Any], method: str, tmp_path:
     batches = list(loader(rb.storage.as_dataset(), method, batch_size=4, shuffle=True))
     for batch in batches:
         check(batch)
-    assert sorted(torch.cat([batch["t"] for batch in batches]).tolist()) == list(range(40))
+    assert sorted(torch.cat([batch["t"] for batch in batches]).tolist()) == list(
+        range(40)
+    )
 
 
 @needs("data sets")
@@ -104,7 +126,9 @@ def test_workers_sample_rows_that_are_written_later(sampler: Any, method: str) -
     rb = buffer(sampler)
     rb.extend(rows(0, 20))
     rb.sample()
-    batches = loader(rb.as_dataset(num_batches=7), method, batch_size=None, persistent_workers=True)
+    batches = loader(
+        rb.as_dataset(num_batches=7), method, batch_size=None, persistent_workers=True
+    )
     for written in (20, 40, 60):
         if written > 20:
             rb.extend(rows(written - 20, 20))
@@ -129,8 +153,16 @@ def test_a_sampler_with_a_state_is_refused_in_workers() -> None:
 
 
 def test_which_samplers_have_a_state() -> None:
-    stateless = [UniformSampler(), RecencySampler(), NStepSampler(UniformSampler(), 2, 0.9)]
-    stateful = [ProportionalSampler(9), MinibatchSampler(), FreshRowsSampler(UniformSampler())]
+    stateless = [
+        UniformSampler(),
+        RecencySampler(),
+        NStepSampler(UniformSampler(), 2, 0.9),
+    ]
+    stateful = [
+        ProportionalSampler(9),
+        MinibatchSampler(),
+        FreshRowsSampler(UniformSampler()),
+    ]
     stateful.append(SequenceSampler(NStepSampler(ProportionalSampler(9), 2, 0.9), 4))
     assert not any(sampler.requires_shared_state for sampler in stateless)
     assert all(sampler.requires_shared_state for sampler in stateful)
@@ -139,7 +171,9 @@ def test_which_samplers_have_a_state() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_row_is_never_read_while_it_is_written() -> None:
     rb = buffer(capacity=2, shared=True)
-    data = [TensorDict({"x": torch.full((2, 300_000), float(t))}, [2]) for t in range(2)]
+    data = [
+        TensorDict({"x": torch.full((2, 300_000), float(t))}, [2]) for t in range(2)
+    ]
     rb.extend(data[0])
 
     def read() -> None:

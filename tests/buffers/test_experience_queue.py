@@ -1,4 +1,5 @@
-"""A queue gives each row once, in order, to threads and processes, whoever of them is killed."""
+"""A queue gives each row once, in order, to threads and processes, whoever of them is
+killed."""
 
 from __future__ import annotations
 
@@ -24,11 +25,19 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def rows(first: int, count: int, writer: int = 0) -> TensorDict:
-    return TensorDict({"x": torch.arange(first, first + count), "writer": torch.full((count,), writer)}, [count])
+    return TensorDict(
+        {
+            "x": torch.arange(first, first + count),
+            "writer": torch.full((count,), writer),
+        },
+        [count],
+    )
 
 
 def make(timeout: float | None = 60.0) -> ExperienceQueue:
-    return ExperienceQueue(storage=PackedStorage(CAPACITY), batch_size=BATCH, timeout=timeout)
+    return ExperienceQueue(
+        storage=PackedStorage(CAPACITY), batch_size=BATCH, timeout=timeout
+    )
 
 
 def test_rows_come_in_order_once_around_the_ring():
@@ -44,13 +53,20 @@ def test_rows_come_in_order_once_around_the_ring():
 
 def test_it_waits_for_rows_and_for_room_no_longer_than_told():
     queue = make(timeout=0.05)
-    with pytest.raises(TimeoutError, match=r"waited for 0.05 seconds: a batch has 4 rows, and 0 wait"):
+    with pytest.raises(
+        TimeoutError, match=r"waited for 0.05 seconds: a batch has 4 rows, and 0 wait"
+    ):
         queue.sample()
     queue.extend(rows(0, 13))
     queue.extend(rows(13, 2))
-    with pytest.raises(TimeoutError, match=r"waited for 0.05 seconds: 2 rows do not fit, because 15 of 16 wait"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"waited for 0.05 seconds: 2 rows do not fit, because 15 of 16 wait",
+    ):
         queue.extend(rows(15, 2))
-    with pytest.raises(TimeoutError, match=r"waited for 0 seconds: a batch has 16 rows, and 15 wait"):
+    with pytest.raises(
+        TimeoutError, match=r"waited for 0 seconds: a batch has 16 rows, and 15 wait"
+    ):
         queue.sample(16, wait=False)
     assert queue.sample(15)["x"].tolist() == list(range(15))
     queue.shutdown()
@@ -81,11 +97,17 @@ def test_rows_loaded_without_their_state_all_wait(tmp_path):
         queue.sample()
     queue.loads(tmp_path, rows_only=True)
     queue.extend(rows(56, 2))
-    assert [queue.sample()["x"].tolist() for _ in range(2)] == [[50, 51, 52, 53], [54, 55, 56, 57]]
+    assert [queue.sample()["x"].tolist() for _ in range(2)] == [
+        [50, 51, 52, 53],
+        [54, 55, 56, 57],
+    ]
 
 
-def check_streams(streams: list[list[tuple[int, int]]], writers: int, each: int, lost: int = 0) -> None:
-    """Each ``(writer, x)`` was taken once, in each stream in its writer's order; at most ``lost`` are missing."""
+def check_streams(
+    streams: list[list[tuple[int, int]]], writers: int, each: int, lost: int = 0
+) -> None:
+    """Each ``(writer, x)`` was taken once, in each stream in its writer's order; at
+    most ``lost`` are missing."""
     taken = [item for stream in streams for item in stream]
     assert len(set(taken)) == len(taken)
     assert writers * each - lost <= len(taken) <= writers * each
@@ -146,7 +168,8 @@ def test_what_a_killed_process_was_taking_is_taken_by_another():
         sizes.append(len(taken))
         if not is_killed:
             break
-    assert sizes == sorted(sizes, reverse=True)  # of a process that dies after its call they are lost with it
+    # of a process that dies after its call they are lost with it
+    assert sizes == sorted(sizes, reverse=True)
     assert {*sizes} == {4, 8}
 
 
@@ -163,7 +186,9 @@ def test_other_processes_write_and_take():
 
 def test_a_write_that_waits_long_for_room_says_so(monkeypatch):
     monkeypatch.setattr("rlbuf_td.buffers.waiting.PATIENCE", 0.02)
-    queue = ExperienceQueue(storage=PackedStorage(CAPACITY), batch_size=BATCH, timeout=0.1)
+    queue = ExperienceQueue(
+        storage=PackedStorage(CAPACITY), batch_size=BATCH, timeout=0.1
+    )
     queue.extend(rows(0, CAPACITY))
     said = "a write has waited .*: 1 rows do not fit, because 16 of 16 .*: sample in another thread"
     with pytest.warns(UserWarning, match=said), pytest.raises(TimeoutError):
@@ -191,7 +216,8 @@ def test_a_shutdown_wakes_calls_that_wait_in_other_processes():
 
 
 def report(queue: ExperienceQueue, pipe: int) -> None:
-    """Take batches for ever, and tell of each by one write to a pipe, which is whole or not made."""
+    """Take batches for ever, and tell of each by one write to a pipe, which is whole or
+    not made."""
     torch.set_num_threads(1)
     while True:
         batch = queue.sample()
@@ -205,7 +231,9 @@ def test_processes_take_each_row_once_while_some_are_killed():
     queue.share()
     context, (reading, writing) = mp.get_context("fork"), os.pipe()
     readers = [context.Process(target=report, args=(queue, writing)) for _ in range(3)]
-    writers = [context.Process(target=write, args=(queue, writer, 300)) for writer in range(2)]
+    writers = [
+        context.Process(target=write, args=(queue, writer, 300)) for writer in range(2)
+    ]
     for process in (*readers, *writers):
         process.start()
     for reader in readers[:2]:
@@ -222,8 +250,11 @@ def test_processes_take_each_row_once_while_some_are_killed():
     os.close(writing)
     with open(reading, "rb") as pipe:
         told = [tuple(map(int, line.split())) for line in pipe]
-    streams = [[(of, x) for pid, of, x in told if pid == reader.pid] for reader in readers]
-    check_streams(streams, 2, 300, lost=3 * BATCH)  # what a killed process had taken, and not told of yet
+    streams = [
+        [(of, x) for pid, of, x in told if pid == reader.pid] for reader in readers
+    ]
+    # what a killed process had taken, and not told of yet
+    check_streams(streams, 2, 300, lost=3 * BATCH)
     assert sum(map(len, streams)) > 0
 
 

@@ -1,4 +1,5 @@
-"""Flow control of a plain buffer: in one thread, in several, and in several processes."""
+"""Flow control of a plain buffer: in one thread, in several, and in several
+processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def buffer(**flow) -> ReplayBuffer:
     slack=st.floats(1, 3),
     turns=st.lists(st.booleans(), min_size=100, max_size=100),
 )
-def test_samples_stay_within_the_tolerance_and_somebody_can_always_go_on(ratio, min_size, batch, write, slack, turns):
+def test_samples_stay_within_the_tolerance_and_somebody_can_always_go_on(
+    ratio, min_size, batch, write, slack, turns
+):
     tolerance = slack * max(1.0, ratio, batch, ratio * write)
     flow = FlowControl(ratio, min_size, tolerance)
     inserts = samples = 0
@@ -46,8 +49,13 @@ def test_samples_stay_within_the_tolerance_and_somebody_can_always_go_on(ratio, 
         if not allowed:
             is_sample = not is_sample
             assert flow.admit_sample(batch) if is_sample else flow.admit_insert(write)
-        inserts, samples = (inserts, samples + batch) if is_sample else (inserts + write, samples)
-        assert (flow.report()["inserts"], flow.report()["samples"]) == (inserts, samples)
+        inserts, samples = (
+            (inserts, samples + batch) if is_sample else (inserts + write, samples)
+        )
+        assert (flow.report()["inserts"], flow.report()["samples"]) == (
+            inserts,
+            samples,
+        )
         if inserts <= min_size:
             assert not (samples and inserts < min_size)
         else:
@@ -98,24 +106,35 @@ def test_a_batch_waits_for_rows_and_for_permission():
 
 def test_a_buffer_without_flow_control_waits_for_its_first_row():
     rb = buffer()
-    with pytest.raises(TimeoutError, match=r"waited for 0.01 seconds: the buffer is empty"):
+    with pytest.raises(
+        TimeoutError, match=r"waited for 0.01 seconds: the buffer is empty"
+    ):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
     assert "inserts" not in rb.health()
 
 
 def test_a_batch_of_distinct_rows_waits_until_there_are_enough():
-    rb = ReplayBuffer(storage=PackedStorage(1_000), sampler=UniformSampler(unique=True), batch_size=8)
+    rb = ReplayBuffer(
+        storage=PackedStorage(1_000), sampler=UniformSampler(unique=True), batch_size=8
+    )
     rb.extend(rows(4))
     assert not rb.can_sample()
     assert rb.can_sample(4)
-    with pytest.raises(TimeoutError, match="UniformSampler cannot draw a batch of 8 rows from the 4 stored ones yet"):
+    with pytest.raises(
+        TimeoutError,
+        match="UniformSampler cannot draw a batch of 8 rows from the 4 stored ones yet",
+    ):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
 
 
 def test_a_thread_waits_until_there_is_a_batch():
-    for rb in (buffer(), buffer(samples_per_insert=1.0, min_size=3), buffer(shared=True)):
+    for rb in (
+        buffer(),
+        buffer(samples_per_insert=1.0, min_size=3),
+        buffer(shared=True),
+    ):
         assert not rb.wait_until_sampleable(timeout=0.01)
         writer = threading.Timer(0.05, rb.extend, (rows(12),))
         writer.start()
@@ -125,7 +144,9 @@ def test_a_thread_waits_until_there_is_a_batch():
     limited = buffer(samples_per_insert=1.0, tolerance=16)
     limited.extend(rows(8))
     for admitted in (True, True, True, False):
-        assert limited.can_sample() is limited.wait_until_sampleable(timeout=0) is admitted
+        assert (
+            limited.can_sample() is limited.wait_until_sampleable(timeout=0) is admitted
+        )
         if admitted:
             limited.sample()
     assert (limited.health()["samples"], limited.health()["sample_waits"]) == (24, 0)
@@ -146,16 +167,28 @@ def test_a_wait_is_cancelled(flow):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_batches_and_their_rows_are_counted(shared, ndim):
-    rb = ReplayBuffer(storage=PackedStorage(100, ndim=ndim), batch_size=8, shared=shared)
+    rb = ReplayBuffer(
+        storage=PackedStorage(100, ndim=ndim), batch_size=8, shared=shared
+    )
     data = rows(20) if ndim == 1 else rows(20).view(2, 10)
     with pytest.raises(RuntimeError):
         rb.sample()
     rb.extend(data)
-    for how in ({}, {}, {"return_info": True}, {"include_info": False}, {"batch_size": 5}, {"wait": True}):
+    for how in (
+        {},
+        {},
+        {"return_info": True},
+        {"include_info": False},
+        {"batch_size": 5},
+        {"wait": True},
+    ):
         rb.sample(**how)
     for _ in zip(range(2), rb, strict=False):
         pass
-    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (8, 7 * 8 + 5)
+    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (
+        8,
+        7 * 8 + 5,
+    )
     if shared:
         process = multiprocessing.get_context("fork").Process(target=rb.sample)
         process.start()
@@ -163,7 +196,10 @@ def test_batches_and_their_rows_are_counted(shared, ndim):
         assert rb.stats()["sample_calls"] == 9
 
 
-@pytest.mark.parametrize("parts", [{"sampler": RandomSampler()}, {"collate_fn": lambda x: x}, {"prefetch": 2}])
+@pytest.mark.parametrize(
+    "parts",
+    [{"sampler": RandomSampler()}, {"collate_fn": lambda x: x}, {"prefetch": 2}],
+)
 def test_batches_that_other_code_draws_are_counted_once(parts):
     rb = ReplayBuffer(storage=PackedStorage(100), batch_size=8, **parts)
     rb.extend(rows(20))
@@ -202,7 +238,12 @@ def test_shutdown_wakes_whoever_waits():
     rb.shutdown()
     writer.join(10)
     assert found == ["the buffer has been shut down"]
-    for call in (rb.sample, partial(rb.sample, 3, wait=True), partial(rb.add, rows(1)[0]), partial(rb.extend, rows(1))):
+    for call in (
+        rb.sample,
+        partial(rb.sample, 3, wait=True),
+        partial(rb.add, rows(1)[0]),
+        partial(rb.extend, rows(1)),
+    ):
         with pytest.raises(ShutDown):
             call()
 
@@ -214,11 +255,18 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
     stop = threading.Timer(0.1, rb.shutdown)
     stop.start()
     counts = "1 rows were written and 0 sampled, with samples_per_insert=4, min_size=0, tolerance=4"
-    with pytest.warns(UserWarning, match=f"a write has waited.*{counts}.*4 more rows"), pytest.raises(ShutDown):
+    with (
+        pytest.warns(UserWarning, match=f"a write has waited.*{counts}.*4 more rows"),
+        pytest.raises(ShutDown),
+    ):
         rb.add(rows(1)[0])
     stop.join()
     for min_size, tolerance in ((0, None), (50, None), (0, 40)):
-        flow: dict[str, Any] = {"samples_per_insert": 4, "min_size": min_size, "tolerance": tolerance}
+        flow: dict[str, Any] = {
+            "samples_per_insert": 4,
+            "min_size": min_size,
+            "tolerance": tolerance,
+        }
         rb, drawn = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, **flow), 0
         for _ in range(200):
             rb.add(rows(1)[0])
@@ -260,7 +308,10 @@ def replaced(rb: ReplayBuffer, path: Path) -> None:
     rb.set_storage(PackedStorage(50))
 
 
-EMPTIED = [lambda rb, path: rb.empty(), lambda rb, path: rb.empty(empty_write_count=False)]
+EMPTIED = [
+    lambda rb, path: rb.empty(),
+    lambda rb, path: rb.empty(empty_write_count=False),
+]
 EMPTIED += [emptied_by_a_state, emptied_by_a_dump, replaced]
 
 
@@ -292,7 +343,9 @@ def loaded_dump(rb: ReplayBuffer, path: Path, **how) -> ReplayBuffer:
 
 
 def over(storage: PackedStorage) -> ReplayBuffer:
-    return ReplayBuffer(storage=storage, batch_size=8, samples_per_insert=1.0, tolerance=40, min_size=10)
+    return ReplayBuffer(
+        storage=storage, batch_size=8, samples_per_insert=1.0, tolerance=40, min_size=10
+    )
 
 
 def with_storage(rb: ReplayBuffer, path: Path) -> ReplayBuffer:
@@ -313,7 +366,9 @@ BROUGHT: dict[str, Callable[[ReplayBuffer, Path], ReplayBuffer]] = {
 
 
 @pytest.mark.parametrize("bring", BROUGHT)
-def test_rows_that_are_brought_count_as_written_and_as_sampled_often_enough(bring, tmp_path):
+def test_rows_that_are_brought_count_as_written_and_as_sampled_often_enough(
+    bring, tmp_path
+):
     rb = BROUGHT[bring](filled(200), tmp_path)
     for _ in range(5):
         assert rb.sample().shape == (8,)
@@ -335,7 +390,9 @@ def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zer
         rb.empty()
         raise ZeroDivisionError
 
-    rb: ReplayBuffer = ReplayBuffer(batch_size=8, samples_per_insert=1.0, transform=fail)
+    rb: ReplayBuffer = ReplayBuffer(
+        batch_size=8, samples_per_insert=1.0, transform=fail
+    )
     rb.extend(rows(8))
     with pytest.raises(ZeroDivisionError):
         rb.sample()
@@ -350,7 +407,9 @@ def write_some(rb: ReplayBuffer, count: int) -> None:
 @pytest.mark.parametrize("processes", [False, True])
 def test_racing_writers_and_learners_stay_within_the_tolerance(processes):
     rb = buffer(samples_per_insert=2.0, min_size=20, tolerance=40)
-    start = multiprocessing.get_context("fork").Process if processes else threading.Thread
+    start = (
+        multiprocessing.get_context("fork").Process if processes else threading.Thread
+    )
     if processes:
         rb.share()
     writers = [start(target=write_some, args=(rb, 100)) for _ in range(2)]

@@ -38,13 +38,24 @@ def rows(count: int, lanes: int = 0, first: int = 0) -> TensorDict:
     number = torch.arange(first, first + count)
     number = number + 100 * torch.arange(lanes)[:, None] if lanes else number
     done = (number % 4 == 3)[..., None]
-    after = {"pixels": number[..., None].to(torch.uint8), "done": done, "terminated": done}
-    return TensorDict({"x": number, "pixels": number[..., None].to(torch.uint8), "next": after}, number.shape)
+    after = {
+        "pixels": number[..., None].to(torch.uint8),
+        "done": done,
+        "terminated": done,
+    }
+    return TensorDict(
+        {"x": number, "pixels": number[..., None].to(torch.uint8), "next": after},
+        number.shape,
+    )
 
 
-def theirs(written: int, lanes: int = 0, storage: Any = LazyTensorStorage) -> TensorDictReplayBuffer:
+def theirs(
+    written: int, lanes: int = 0, storage: Any = LazyTensorStorage
+) -> TensorDictReplayBuffer:
     ndim = 2 if lanes else 1
-    rb = TensorDictReplayBuffer(storage=storage(CAPACITY * max(lanes, 1), ndim=ndim), batch_size=4)
+    rb = TensorDictReplayBuffer(
+        storage=storage(CAPACITY * max(lanes, 1), ndim=ndim), batch_size=4
+    )
     for first in range(0, written, 5):
         rb.extend(rows(min(5, written - first), lanes, first))
     return rb
@@ -55,13 +66,17 @@ def _in_parts(monkeypatch):
     monkeypatch.setattr(torchrl_data, "_READ_AT_ONCE", 100)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, PackedStorage])
+@pytest.mark.parametrize(
+    "storage", [LazyTensorStorage, LazyMemmapStorage, PackedStorage]
+)
 @pytest.mark.parametrize(("lanes", "written"), [(0, 33), (3, 7), (3, 12)])
 def test_a_copy_has_the_rows_in_order_of_age(written, lanes, storage):
     rb = ReplayBuffer.from_torchrl(theirs(written, lanes, storage))
     kept = min(written, CAPACITY)
     expected = rows(kept, lanes, written - kept)
-    assert (rb.chronological() == (expected.transpose(0, 1) if lanes else expected)).all()
+    assert (
+        rb.chronological() == (expected.transpose(0, 1) if lanes else expected)
+    ).all()
     assert (rb.storage.max_size, rb.batch_size) == (CAPACITY * max(lanes, 1), 4)
     assert rb.sample()["pixels"].dtype is torch.uint8
     rb.extend(rows(3, lanes, 500))
@@ -77,7 +92,10 @@ def test_a_loaded_buffer_is_read_from_its_oldest_row(used, lanes, tmp_path):
     loaded.loads(tmp_path)
     rb = ReplayBuffer.from_torchrl(loaded)
     expected = rows(CAPACITY, lanes, 17 - CAPACITY)
-    assert (rb.chronological()["x"] == (expected.transpose(0, 1) if lanes else expected)["x"]).all()
+    assert (
+        rb.chronological()["x"]
+        == (expected.transpose(0, 1) if lanes else expected)["x"]
+    ).all()
     rb.extend(rows(3, lanes, 500))
     assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [500, 501, 502]
 
@@ -85,24 +103,38 @@ def test_a_loaded_buffer_is_read_from_its_oldest_row(used, lanes, tmp_path):
 def test_episodes_of_a_data_set_do_not_run_into_each_other(tmp_path):
     data = rows(9).exclude(("next", "done"), ("next", "terminated"))
     data["episode"] = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
-    data_set = TensorDictReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3)
+    data_set = TensorDictReplayBuffer(
+        storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3
+    )
     rb = ReplayBuffer.from_torchrl(
-        data_set, 20, scratch_dir=tmp_path / "rows", share_next=True, sampler=MinibatchSampler(), batch_size=5
+        data_set,
+        20,
+        scratch_dir=tmp_path / "rows",
+        share_next=True,
+        sampler=MinibatchSampler(),
+        batch_size=5,
     )
     assert (len(rb), rb.storage.max_size, rb.batch_size) == (9, 20, 5)
     _, ahead, _ = TrajectoryIndex(rb.storage).reach(torch.arange(9))
     assert ahead.tolist() == [2, 1, 0, 3, 2, 1, 0, 1, 0]
-    assert "episode" in ReplayBuffer.from_torchrl(data_set, trajectory_key=None).storage[:].keys()
+    assert (
+        "episode"
+        in ReplayBuffer.from_torchrl(data_set, trajectory_key=None).storage[:].keys()
+    )
 
 
 def test_entries_that_no_row_can_hold_are_excluded():
     data = rows(4).set("said", NonTensorData("go", batch_size=[4]))
-    data_set = TensorDictReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3)
+    data_set = TensorDictReplayBuffer(
+        storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3
+    )
     with pytest.raises(SchemaError, match="key 'said' holds non-tensor data"):
         ReplayBuffer.from_torchrl(data_set)
     assert len(ReplayBuffer.from_torchrl(data_set, exclude=["said"])) == 4
     assert len(ReplayBuffer.from_torchrl(data_set, exclude="said")) == 4
-    assert ("next", "done") not in ReplayBuffer.from_torchrl(theirs(7), exclude=("next", "done")).storage[:].keys(True)
+    assert ("next", "done") not in ReplayBuffer.from_torchrl(
+        theirs(7), exclude=("next", "done")
+    ).storage[:].keys(True)
 
 
 def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
@@ -116,7 +148,10 @@ def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
     }
     theirs = LeRobotExperienceReplay.from_columns(columns, decode_video=False)
     instruction, video = "language_instruction", ("observation", "image", "top")
-    for excluded, refused in (([video], "language_instruction"), ([instruction], "top")):
+    for excluded, refused in (
+        ([video], "language_instruction"),
+        ([instruction], "top"),
+    ):
         with pytest.raises(SchemaError, match=refused):
             ReplayBuffer.from_torchrl(theirs, exclude=excluded)
     rb = ReplayBuffer.from_torchrl(theirs, exclude=[instruction, video])
@@ -125,7 +160,10 @@ def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
     assert rb.storage["next", "done"].shape == (6, 1)
 
 
-@pytest.mark.parametrize(("storage", "lanes", "written"), [(LazyTensorStorage, 0, 33), (LazyMemmapStorage, 3, 7)])
+@pytest.mark.parametrize(
+    ("storage", "lanes", "written"),
+    [(LazyTensorStorage, 0, 33), (LazyMemmapStorage, 3, 7)],
+)
 def test_a_folder_of_torchrl_is_read_like_its_buffer(written, lanes, storage, tmp_path):
     their = theirs(written, lanes, storage)
     their.dumps(tmp_path)
@@ -135,30 +173,37 @@ def test_a_folder_of_torchrl_is_read_like_its_buffer(written, lanes, storage, tm
     assert (rb.storage.max_size, rb.batch_size) == (expected.storage.max_size, 4)
     rb.extend(rows(3, lanes, 500))
     assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [500, 501, 502]
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert {
+        file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()
+    } == before
 
 
 def test_a_folder_without_readable_rows_is_refused(tmp_path):
     with pytest.raises(
-        CheckpointError, match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it"
+        CheckpointError,
+        match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it",
     ):
         ReplayBuffer.from_torchrl(tmp_path)
     listed = TorchRLReplayBuffer(storage=LazyTensorStorage(5))
     listed.extend(torch.arange(4))
     listed.dumps(tmp_path)
     with pytest.raises(
-        CheckpointError, match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it"
+        CheckpointError,
+        match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it",
     ):
         ReplayBuffer.from_torchrl(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in TorchRL's sampler
+# in TorchRL's sampler
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("source", ["a buffer", "our storage", "folder"])
 @pytest.mark.parametrize("lanes", [0, 3])
 @pytest.mark.parametrize("written", [7, 17])
 def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
     try:
-        sampler = PrioritizedSampler(CAPACITY * max(lanes, 1), alpha=0.5, beta=0.4, eps=0.0)
+        sampler = PrioritizedSampler(
+            CAPACITY * max(lanes, 1), alpha=0.5, beta=0.4, eps=0.0
+        )
     except RuntimeError as error:
         pytest.skip(f"TorchRL's sampler does not run here: {error}")
     storage = PackedStorage if source == "our storage" else LazyTensorStorage
@@ -168,7 +213,8 @@ def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
         their.extend(rows(min(5, written - first), lanes, first))
     order = torch.arange(len(their))
     at = (order // lanes, order % lanes) if lanes else order
-    sampler.update_priority(order, (their.storage.get(at)["x"] + 1).float())  # a different one for each row
+    # a different one for each row
+    sampler.update_priority(order, (their.storage.get(at)["x"] + 1).float())
     if source == "folder":
         their.dumps(tmp_path)
     ours = ProportionalSampler(sampler._max_capacity, alpha=1.0, eps=0.0)
@@ -226,7 +272,9 @@ def enlarge(file: Path, other: Path) -> None:
 )
 def test_incomplete_dumps_are_refused_and_no_file_is_changed(spoil, match, tmp_path):
     their = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(12), sampler=PrioritizedSampler(12, 0.6, 0.4), batch_size=2
+        storage=LazyTensorStorage(12),
+        sampler=PrioritizedSampler(12, 0.6, 0.4),
+        batch_size=2,
     )
     their.extend(rows(12))
     their.dumps(tmp_path / "dump")
@@ -236,4 +284,6 @@ def test_incomplete_dumps_are_refused_and_no_file_is_changed(spoil, match, tmp_p
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     with pytest.raises(CheckpointError, match=match):
         ReplayBuffer.from_torchrl(tmp_path / "dump")
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert {
+        file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()
+    } == before

@@ -1,4 +1,5 @@
-"""Batches that are drawn ahead and copied to a device are those of a plain buffer, whatever torch's defaults are."""
+"""Batches that are drawn ahead and copied to a device are those of a plain buffer,
+whatever torch's defaults are."""
 
 from __future__ import annotations
 
@@ -35,9 +36,20 @@ from tests.storages.test_sharing import elsewhere
 STEPS, SIZE = 40, 12
 
 SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
-    "final": lambda rows: HindsightSampler(RankSampler(rows), reward_fn, strategy="final")
+    "final": lambda rows: HindsightSampler(
+        RankSampler(rows), reward_fn, strategy="final"
+    )
 }
-NAMES = ["uniform", "unique", "proportional", "rank", "minibatch", "hindsight", "n-step over hindsight", "n-step"]
+NAMES = [
+    "uniform",
+    "unique",
+    "proportional",
+    "rank",
+    "minibatch",
+    "hindsight",
+    "n-step over hindsight",
+    "n-step",
+]
 NAMES += ["sequence", "strict", "windows", "final"]
 
 
@@ -50,15 +62,32 @@ def data(n: int, first: int = 0, lanes: tuple[int, ...] = ()) -> TensorDict:
         camera = (x % 251).to(torch.uint8).repeat_interleave(3, -1)
         return TensorDict({"camera": camera, "speed": x.double()}, x.shape[:-1])
 
-    after = {"observation": seen(x + 1), "achieved_goal": x.float() / 4, "reward": x.float(), "done": done}
-    leaves = {"observation": seen(x), "desired_goal": -x.float(), "action": x[..., 0].clone(), "is_init": time % 7 == 0}
-    return TensorDict(leaves | {"next": after | {"terminated": done, "truncated": done & False}}, x.shape[:-1])
+    after = {
+        "observation": seen(x + 1),
+        "achieved_goal": x.float() / 4,
+        "reward": x.float(),
+        "done": done,
+    }
+    leaves = {
+        "observation": seen(x),
+        "desired_goal": -x.float(),
+        "action": x[..., 0].clone(),
+        "is_init": time % 7 == 0,
+    }
+    return TensorDict(
+        leaves | {"next": after | {"terminated": done, "truncated": done & False}},
+        x.shape[:-1],
+    )
 
 
 def buffer(sampler: Any, ndim: int = 1, seed: int = 3, **kwargs: Any) -> Any:
-    storage = kwargs.pop("storage", None) or PackedStorage(STEPS if ndim == 1 else 3 * STEPS, ndim=ndim)
+    storage = kwargs.pop("storage", None) or PackedStorage(
+        STEPS if ndim == 1 else 3 * STEPS, ndim=ndim
+    )
     generator = torch.Generator().manual_seed(seed)
-    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=SIZE, generator=generator, **kwargs)
+    return ReplayBuffer(
+        storage=storage, sampler=sampler, batch_size=SIZE, generator=generator, **kwargs
+    )
 
 
 def write(rb: ReplayBuffer, n: int, first: int) -> None:
@@ -106,11 +135,18 @@ def priorities(rb: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "ndim", "ahead"),
     [(name, 1 + at % 2, at % 3) for at, name in enumerate(NAMES)]
-    + [("proportional", 1, 0), ("proportional", 2, 1), ("windows", 1, 2), ("minibatch", 1, 2)],
+    + [
+        ("proportional", 1, 0),
+        ("proportional", 2, 1),
+        ("windows", 1, 2),
+        ("minibatch", 1, 2),
+    ],
 )
 def test_batches_and_priorities_equal_those_without_device(device, name, ndim, ahead):
     rb = buffer(SAMPLERS[name](200), ndim, device=device, prefetch=ahead)
-    plain = Reference(buffer(SAMPLERS[name](200), ndim), ahead if name != "minibatch" else 0)
+    plain = Reference(
+        buffer(SAMPLERS[name](200), ndim), ahead if name != "minibatch" else 0
+    )
     for each in (rb, plain.rb):
         write(each, STEPS - 3, 0)
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -119,7 +155,8 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         assert batch.device.type == device.type
         assert_same(batch.cpu(), expected)
         before.append((batch["action"], batch["action"].clone()))
-        if name == "minibatch":  # a write would begin new epochs, and drop the batches drawn ahead
+        # a write would begin new epochs, and drop the batches drawn ahead
+        if name == "minibatch":
             continue
         if step % 2:  # some of what was drawn is replaced before its errors come
             for each in (rb, plain.rb):
@@ -128,8 +165,11 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         learn(expected)
         rb.update_tensordict_priority(batch)
         plain.rb.update_tensordict_priority(expected)
-        assert rb.parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
-    assert all(torch.equal(leaf, copied) for leaf, copied in before)  # later batches are in other memory
+        assert rb.parts.prioritized is None or torch.equal(
+            priorities(rb), priorities(plain.rb)
+        )
+    # later batches are in other memory
+    assert all(torch.equal(leaf, copied) for leaf, copied in before)
     if rb.parts.prioritized is not None:
         stale = rb.health()["stale_updates"]
         assert stale == plain.rb.health()["stale_updates"]
@@ -145,14 +185,19 @@ def test_reports_sizes_and_transforms_equal_those_without_device(device, ndim):
         rb = buffer(
             SAMPLERS["windows"](200),
             ndim,
-            transform=Compose(DoubleToFloat(in_keys=speeds), norm.to(kwargs.get("device"))),
+            transform=Compose(
+                DoubleToFloat(in_keys=speeds), norm.to(kwargs.get("device"))
+            ),
             **kwargs,
         )
         write(rb, STEPS, 0)
         return rb
 
     rb, plain = made(device=device), made()
-    (batch, info), (expected, other) = rb.sample(return_info=True), plain.sample(return_info=True)
+    (batch, info), (expected, other) = (
+        rb.sample(return_info=True),
+        plain.sample(return_info=True),
+    )
     assert_same(batch.cpu(), expected)
     assert batch["observation", "speed"].dtype is torch.float32
     assert info.keys() == other.keys()
@@ -170,12 +215,21 @@ def test_batches_and_reports_are_on_the_device_before_the_transforms(ndim, ahead
         seen.append(batch.device.type)
         return batch
 
-    rb = buffer(ProportionalSampler(3 * STEPS), ndim, device="meta", prefetch=ahead, transform=note)
+    rb = buffer(
+        ProportionalSampler(3 * STEPS),
+        ndim,
+        device="meta",
+        prefetch=ahead,
+        transform=note,
+    )
     write(rb, STEPS, 0)
     batch, info = rb.sample(return_info=True)
     assert {leaf.device.type for leaf in batch.values(True, True)} == {"meta"}
     index = info["index"] if ndim == 2 else (info["index"],)
-    assert {part.device.type for part in (*index, info["priority_weight"], info["sampled_at"])} == {"meta"}
+    assert {
+        part.device.type
+        for part in (*index, info["priority_weight"], info["sampled_at"])
+    } == {"meta"}
     assert seen == ["meta"] * (1 + ahead)
     rb.shutdown()
 
@@ -183,14 +237,26 @@ def test_batches_and_reports_are_on_the_device_before_the_transforms(ndim, ahead
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_rollouts_are_those_of_a_buffer_without_device(device, ahead):
     def made(**kwargs: Any) -> RolloutBuffer:
-        rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, normalize_advantage="minibatch", prefetch=ahead, **kwargs)
+        rollout = RolloutBuffer(
+            7,
+            3,
+            batch_size=5,
+            epochs=2,
+            normalize_advantage="minibatch",
+            prefetch=ahead,
+            **kwargs,
+        )
         rollout.set_rng(torch.Generator().manual_seed(2))
         return rollout
 
     fed, plain = made(device=device, storing_device="cpu"), made()
     for first in (0, 7):
         for each in (fed, plain):
-            each.extend(data(7, first, (3,)).set("state_value", torch.linspace(0, 1, 21).view(3, 7, 1)))
+            each.extend(
+                data(7, first, (3,)).set(
+                    "state_value", torch.linspace(0, 1, 21).view(3, 7, 1)
+                )
+            )
         for _ in range(2):
             next(iter(fed)), next(iter(plain))  # given up
         for ours, theirs in zip(fed, plain, strict=True):
@@ -214,16 +280,22 @@ def test_threads_write_and_sample_meanwhile(device):
     def learning() -> None:
         for batch in run(rb, 0, 60, writes=False):
             assert torch.equal(batch["next", "reward"][:, 0], batch["action"].float())
-            assert torch.equal(batch["next", "observation", "speed"], batch["observation", "speed"] + 1)
+            assert torch.equal(
+                batch["next", "observation", "speed"], batch["observation", "speed"] + 1
+            )
 
     with ThreadPoolExecutor(3) as pool:
-        writer, learners = pool.submit(writing), [pool.submit(learning) for _ in range(2)]
+        writer, learners = (
+            pool.submit(writing),
+            [pool.submit(learning) for _ in range(2)],
+        )
         wait(learners)
         stop.set()
         for each in (writer, *learners):
             each.result()
     found, own = priorities(rb), (rb.storage["next", "reward"][:, 0] % 7 - 3).abs()
-    assert ((found == own) | (found == 3)).all()  # never another row's; 3, the highest so far: a new row's
+    # never another row's; 3, the highest so far: a new row's
+    assert ((found == own) | (found == 3)).all()
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -231,7 +303,9 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
     def made() -> ReplayBuffer:
         sampler, storage = MinibatchSampler(2), PackedStorage(STEPS)
         wrapper: Any = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
-        return ReplayBuffer(storage=storage, sampler=wrapper, batch_size=7, device=device, prefetch=3)
+        return ReplayBuffer(
+            storage=storage, sampler=wrapper, batch_size=7, device=device, prefetch=3
+        )
 
     rb, again = made(), made()
     write(rb, STEPS, 0)
@@ -241,7 +315,9 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
     again.loads(tmp_path)
     for rest in (batches, again):
         rows = torch.cat([*seen, *(batch["action"].cpu() for batch in rest)]) // 10
-        assert [sorted(part.tolist()) for part in rows.split(STEPS)] == [[*range(STEPS)]] * 2
+        assert [sorted(part.tolist()) for part in rows.split(STEPS)] == [
+            [*range(STEPS)]
+        ] * 2
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -249,7 +325,13 @@ def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device):
     def made(first: int) -> ReplayBuffer:
         sampler: Any = FreshRowsSampler(UniformSampler(), fresh=2)
         sampler = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
-        rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=sampler, batch_size=7, device=device, prefetch=3)
+        rb = ReplayBuffer(
+            storage=PackedStorage(STEPS),
+            sampler=sampler,
+            batch_size=7,
+            device=device,
+            prefetch=3,
+        )
         write(rb, 10, first)
         return rb
 
@@ -265,13 +347,21 @@ def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device):
 
 def test_a_forked_process_samples_the_shared_rows_by_itself():
     storage = PackedStorage(STEPS, shared=True)
-    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(STEPS), batch_size=SIZE, device="cpu", prefetch=2)
+    rb = ReplayBuffer(
+        storage=storage,
+        sampler=ProportionalSampler(STEPS),
+        batch_size=SIZE,
+        device="cpu",
+        prefetch=2,
+    )
     write(rb, STEPS, 0)
     rb.sample()
 
     def work() -> None:
         write(rb, 10, 1000)
-        rb.update_tensordict_priority(rb.sample().set("td_error", torch.full((SIZE,), 6.0)))
+        rb.update_tensordict_priority(
+            rb.sample().set("td_error", torch.full((SIZE,), 6.0))
+        )
         rb.synchronize()
 
     elsewhere(work)
@@ -289,15 +379,23 @@ def doubled(batch: Any, seen: set[str] | None = None) -> Any:
 
 @pytest.fixture(params=["asking", "threads"])
 def who(request, monkeypatch) -> str:
-    """Who transforms: transforms count as slow from a time on that none, or every one, takes."""
-    monkeypatch.setattr(prefetch, "_SLOW", float("inf") if request.param == "asking" else -1.0)
+    """Who transforms: transforms count as slow from a time on that none, or every one,
+    takes."""
+    monkeypatch.setattr(
+        prefetch, "_SLOW", float("inf") if request.param == "asking" else -1.0
+    )
     return request.param
 
 
-@pytest.mark.parametrize(("name", "ndim"), [("uniform", 1), ("proportional", 2), ("windows", 1), ("n-step", 2)])
+@pytest.mark.parametrize(
+    ("name", "ndim"),
+    [("uniform", 1), ("proportional", 2), ("windows", 1), ("n-step", 2)],
+)
 def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndim):
     seen: set[str] = set()
-    rb = buffer(SAMPLERS[name](200), ndim, prefetch=3, transform=partial(doubled, seen=seen))
+    rb = buffer(
+        SAMPLERS[name](200), ndim, prefetch=3, transform=partial(doubled, seen=seen)
+    )
     plain = Reference(buffer(SAMPLERS[name](200), ndim, transform=doubled), 3)
     for each in (rb, plain.rb):
         write(each, STEPS - 3, 0)
@@ -308,14 +406,18 @@ def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndi
             learn(own)
             each.update_tensordict_priority(own)
             write(each, 2, STEPS + 2 * step)
-    assert seen == ({"MainThread"} if who == "asking" else {"MainThread", "ThreadPoolExecutor"})
+    assert seen == (
+        {"MainThread"} if who == "asking" else {"MainThread", "ThreadPoolExecutor"}
+    )
     rb.append_transform(lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rb.sample()
     rb.shutdown()
 
 
-@pytest.mark.parametrize(("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("minibatch", 1)])
+@pytest.mark.parametrize(
+    ("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("minibatch", 1)]
+)
 def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name, ndim):
     buffers = [buffer(SAMPLERS[name](200), ndim, prefetch=ahead) for ahead in (0, 3)]
     for rb in buffers:
@@ -325,11 +427,19 @@ def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name,
 
 
 @pytest.mark.parametrize("way", ["short", "device"])
-@pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round", "load", "transform"])
+@pytest.mark.parametrize(
+    "change", ["sampler", "storage", "empty", "come round", "load", "transform"]
+)
 def test_no_batch_of_old_rows_is_served(who, way, change):
     def made(seed: int) -> Any:
         device = "cpu" if way == "device" else None
-        return buffer(ProportionalSampler(STEPS), seed=seed, prefetch=3, transform=doubled, device=device)
+        return buffer(
+            ProportionalSampler(STEPS),
+            seed=seed,
+            prefetch=3,
+            transform=doubled,
+            device=device,
+        )
 
     rb, other = made(1), made(2)
     write(rb, STEPS, 0)
@@ -353,7 +463,9 @@ def test_no_batch_of_old_rows_is_served(who, way, change):
         batch = rb.sample()
         assert (batch["twice"] == batch["action"] * 2 + (change == "transform")).all()
         assert ("priority_weight" in batch) == (change != "sampler")
-        assert (batch["action"] >= (0 if change in ("sampler", "transform") else 10_000)).all()
+        assert (
+            batch["action"] >= (0 if change in ("sampler", "transform") else 10_000)
+        ).all()
     rb.shutdown(), other.shutdown()
 
 
@@ -368,7 +480,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("how", ["state_dict", "rows_only"])
-def test_a_saved_buffer_opens_with_any_prefetch_and_goes_on_with_its_epoch(how, name, tmp_path):
+def test_a_saved_buffer_opens_with_any_prefetch_and_goes_on_with_its_epoch(
+    how, name, tmp_path
+):
     rb = buffer(MinibatchSampler(), prefetch=3, transform=doubled)
     write(rb, STEPS, 0)
     first = rb.sample()
@@ -380,14 +494,19 @@ def test_a_saved_buffer_opens_with_any_prefetch_and_goes_on_with_its_epoch(how, 
     else:
         again.load_state_dict(rb.state_dict())
     batches = [again.sample() for _ in range(3)]  # the rest of an epoch
-    assert sorted(torch.cat([each["action"] for each in (first, *batches)]).tolist()) == [10 * i for i in range(STEPS)]
+    assert sorted(
+        torch.cat([each["action"] for each in (first, *batches)]).tolist()
+    ) == [10 * i for i in range(STEPS)]
     assert ("twice" in batches[0]) == ("transform" in SETTINGS[name])
     assert sum(len(batch) for batch in again) == STEPS
     rb.shutdown(), again.shutdown()
 
 
 def test_prefetch_refuses_a_largest_age():
-    with pytest.raises(ValueError, match="with prefetch=3, batches are drawn too early to keep max_age=4: use "):
+    with pytest.raises(
+        ValueError,
+        match="with prefetch=3, batches are drawn too early to keep max_age=4: use ",
+    ):
         buffer(UniformSampler(max_age=4), prefetch=3)
     rb = buffer(UniformSampler(), prefetch=3)
     with pytest.raises(ValueError, match="max_age=4: use prefetch=0"):
@@ -397,12 +516,17 @@ def test_prefetch_refuses_a_largest_age():
 
 def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):
     rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, prefetch=3, transform=doubled)
-    rb = ReplayBuffer(storage=PackedStorage(21), sampler=MinibatchSampler(2), batch_size=5, prefetch=3)
+    rb = ReplayBuffer(
+        storage=PackedStorage(21), sampler=MinibatchSampler(2), batch_size=5, prefetch=3
+    )
     rb.append_transform(doubled)
     for first in (0, 70):
         rollout.extend(data(7, first, (3,)).set("state_value", torch.zeros(3, 7, 1)))
         write(rb, 21, first)
-        for each, rows in ((rb, [*range(first, first + 21)]), (rollout, sorted([*range(first, first + 7)] * 3))):
+        for each, rows in (
+            (rb, [*range(first, first + 21)]),
+            (rollout, sorted([*range(first, first + 7)] * 3)),
+        ):
             for _ in range(2):
                 found = torch.cat([batch["twice"] // 20 for batch in each])
                 assert [sorted(part.tolist()) for part in found.split(21)] == [rows] * 2
@@ -414,7 +538,14 @@ def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):
 def test_a_batch_of_another_size_leaves_those_drawn_ahead(who):
     rb = buffer(UniformSampler(), prefetch=2, transform=doubled)
     write(rb, STEPS, 0)
-    assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [SIZE, 5, SIZE, 30, SIZE, SIZE]
+    assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [
+        SIZE,
+        5,
+        SIZE,
+        30,
+        SIZE,
+        SIZE,
+    ]
     rb.shutdown()
 
 
@@ -424,7 +555,9 @@ def life(name: str, ndim: int, path: Path) -> list[Any]:
     given: list[Any] = []
     for first in (0, 30, 60):
         given.append(rb.extend(TRANSITIONS[ndim][..., first : first + 30]))
-        given.append(torch.as_tensor(rb.add(TRANSITIONS[ndim][..., first]), device="cpu"))
+        given.append(
+            torch.as_tensor(rb.add(TRANSITIONS[ndim][..., first]), device="cpu")
+        )
         for _ in range(2):
             batch = rb.sample()
             given.append(batch.clone())
@@ -432,7 +565,13 @@ def life(name: str, ndim: int, path: Path) -> list[Any]:
     rb.dumps(path)
     loaded.loads(path)
     loaded.load_state_dict(rb.state_dict())
-    return [*given, loaded.sample(), loaded.chronological(), loaded.last(3), loaded.health()]
+    return [
+        *given,
+        loaded.sample(),
+        loaded.chronological(),
+        loaded.last(3),
+        loaded.health(),
+    ]
 
 
 TRANSITIONS = {1: data(90), 2: data(90, lanes=(3,))}
@@ -440,7 +579,15 @@ ERRORS = torch.linspace(-2, 3, SIZE)
 
 
 @pytest.mark.parametrize(
-    ("name", "ndim"), [("unique", 1), ("proportional", 2), ("rank", 1), ("minibatch", 2), ("windows", 1), ("strict", 2)]
+    ("name", "ndim"),
+    [
+        ("unique", 1),
+        ("proportional", 2),
+        ("rank", 1),
+        ("minibatch", 2),
+        ("windows", 1),
+        ("strict", 2),
+    ],
 )
 def test_torchs_defaults_change_nothing(name, ndim, tmp_path):
     expected = life(name, ndim, tmp_path / "a")

@@ -1,4 +1,5 @@
-"""Mixtures: how many rows of each member a batch has, their weights, and the way back of priorities and writes."""
+"""Mixtures: how many rows of each member a batch has, their weights, and the way back
+of priorities and writes."""
 
 from __future__ import annotations
 
@@ -41,26 +42,43 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
 
 
 def rows(first: int, count: int, lanes: int = 0) -> TensorDict:
-    number = torch.arange(first, first + count * max(lanes, 1)).view([count, lanes] if lanes else [count])
+    number = torch.arange(first, first + count * max(lanes, 1)).view(
+        [count, lanes] if lanes else [count]
+    )
     number = number.t().contiguous() if lanes else number
     lead = number.shape
-    following = {"reward": torch.rand(*lead, 1), "done": torch.zeros(*lead, 1, dtype=torch.bool)}
-    return TensorDict({"number": number, "observation": torch.rand(*lead, 3), "next": following}, lead)
+    following = {
+        "reward": torch.rand(*lead, 1),
+        "done": torch.zeros(*lead, 1, dtype=torch.bool),
+    }
+    return TensorDict(
+        {"number": number, "observation": torch.rand(*lead, 3), "next": following}, lead
+    )
 
 
-def member(sampler: str, first: int, count: int, lanes: int = 0, **kwargs: Any) -> ReplayBuffer:
+def member(
+    sampler: str, first: int, count: int, lanes: int = 0, **kwargs: Any
+) -> ReplayBuffer:
     storage = PackedStorage(CAPACITY, ndim=2 if lanes else 1)
     rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](CAPACITY), **kwargs)
     rb.extend(rows(first, count, lanes))
     if hasattr(rb.sampler, "alpha"):
-        rb.sampler.update_priority(torch.arange(len(rb)), torch.linspace(0.3, 3.0, len(rb)), storage=rb.storage)
+        rb.sampler.update_priority(
+            torch.arange(len(rb)), torch.linspace(0.3, 3.0, len(rb)), storage=rb.storage
+        )
     return rb
 
 
 def mixture(one: str, other: str, lanes: int = 0, **kwargs: Any) -> ReplayBufferMixture:
-    given: dict[str, Any] = {"batch_size": 64, "generator": torch.Generator().manual_seed(0)} | kwargs
+    given: dict[str, Any] = {
+        "batch_size": 64,
+        "generator": torch.Generator().manual_seed(0),
+    } | kwargs
     shares = given.pop("shares", {"demos": 0.5, "online": 0.5})
-    members = {"demos": member(one, 0, 25), "online": member(other, 1_000, 21 // max(1, lanes), lanes)}
+    members = {
+        "demos": member(one, 0, 25),
+        "online": member(other, 1_000, 21 // max(1, lanes), lanes),
+    }
     return ReplayBufferMixture(members, shares, **given)
 
 
@@ -77,7 +95,10 @@ def check(mixed: ReplayBufferMixture, batch: TensorDict) -> None:
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize(("one", "other"), [("uniform", "uniform"), ("recency", "uniform"), ("uniform", "rank")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("uniform", "uniform"), ("recency", "uniform"), ("uniform", "rank")],
+)
 def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
     mixed = mixture(one, other, lanes)
     for step in range(4):
@@ -96,44 +117,67 @@ def test_members_may_hold_observations_once_and_rows_in_files(kind, tmp_path):
     members = {}
     for name, first in (("demos", 0), ("online", 1_000)):
         folder = {"scratch_dir": tmp_path / name} if "file" in kind else {}
-        rb = ReplayBuffer(storage=PackedStorage(16, **once, **folder), sampler=SAMPLERS["proportional"](16))
+        rb = ReplayBuffer(
+            storage=PackedStorage(16, **once, **folder),
+            sampler=SAMPLERS["proportional"](16),
+        )
         data = rows(first, 20)
-        data["next", "observation"] = torch.cat((data["observation"][1:], torch.ones(1, 3)))
+        data["next", "observation"] = torch.cat(
+            (data["observation"][1:], torch.ones(1, 3))
+        )
         rb.extend(data)
         members[name] = rb
     mixed = ReplayBufferMixture(members, {"demos": 0.5, "online": 0.5}, batch_size=32)
     for _ in range(3):
         check(mixed, batch := mixed.sample())
-        assert torch.equal(batch["next", "observation"][:, 0] == 1.0, batch["number"] % 1_000 == 19)
+        assert torch.equal(
+            batch["next", "observation"][:, 0] == 1.0, batch["number"] % 1_000 == 19
+        )
     assert mixed._plans
 
 
 def test_members_may_have_unlike_numbers_of_lanes():
-    members = {"demos": member("uniform", 0, 10, 2), "online": member("proportional", 1_000, 5, 6)}
+    members = {
+        "demos": member("uniform", 0, 10, 2),
+        "online": member("proportional", 1_000, 5, 6),
+    }
     mixed = ReplayBufferMixture(members, {"demos": 0.5, "online": 0.5}, batch_size=64)
     for _ in range(3):
         check(mixed, batch := mixed.sample())
     batch["td_error"] = torch.full((64,), 50.0)
     mixed.update_tensordict_priority(batch)
     drawn = batch["index"][batch["source"] == 1].unique(dim=0)
-    assert (members["online"].sampler.priority(torch.arange(30)) == 50).sum() == len(drawn)
+    assert (members["online"].sampler.priority(torch.arange(30)) == 50).sum() == len(
+        drawn
+    )
 
 
-@pytest.mark.parametrize(("one", "other"), [("uniform", "uniform"), ("uniform", "proportional")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("uniform", "uniform"), ("uniform", "proportional")]
+)
 def test_rows_of_a_member_follow_the_law_of_its_sampler(one, other):
     mixed = mixture(one, other, batch_size=10_000, shares={"demos": 0.3, "online": 0.7})
     counts = torch.zeros(2, CAPACITY)
     for batch in (mixed.sample() for _ in range(60)):
         for place in (0, 1):
-            counts[place] += torch.bincount(batch["index"][batch["source"] == place], minlength=CAPACITY)
-    weight = torch.linspace(0.3, 3.0, 21).double() ** 0.6 if other == "proportional" else torch.ones(21).double()
+            counts[place] += torch.bincount(
+                batch["index"][batch["source"] == place], minlength=CAPACITY
+            )
+    weight = (
+        torch.linspace(0.3, 3.0, 21).double() ** 0.6
+        if other == "proportional"
+        else torch.ones(21).double()
+    )
     laws = [torch.full((25,), 1 / 25, dtype=torch.float64), weight / weight.sum()]
     for place, law in enumerate(laws):
         assert power(law.numpy(), int(counts[place].sum()), bias=0.02) > 0.97
         assert_follows(counts[place][: len(law)], law)
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.3, 0.2), (0.07, 0.88, 0.05), (1 / 3, 1 / 3, 1 / 3), (0.0, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    "shares",
+    [(0.5, 0.3, 0.2), (0.07, 0.88, 0.05), (1 / 3, 1 / 3, 1 / 3), (0.0, 1.0, 0.0)],
+)
 def test_exact_shares_hold_in_every_batch_and_on_average(shares):
     members = {name: member("uniform", 0, 5) for name in ("a", "b", "c")}
     mixed = ReplayBufferMixture(members, dict(zip(members, shares, strict=True)))
@@ -143,20 +187,29 @@ def test_exact_shares_hold_in_every_batch_and_on_average(shares):
     assert (counts.sum(1) == 7).all()
     for each, mean in zip(counts.t(), wanted, strict=True):
         up = float(mean - mean.floor())
-        assert_follows([int((each > mean).sum()), int((each <= mean).sum())], [up, 1 - up])
+        assert_follows(
+            [int((each > mean).sum()), int((each <= mean).sum())], [up, 1 - up]
+        )
 
 
 def test_drawn_shares_are_multinomial():
     mixed = mixture("uniform", "uniform", shares={"demos": 3, "online": 1}, exact=False)
     counts = torch.tensor([mixed.counts(2)[0] for _ in range(30_000)])
     assert power(torch.tensor([1, 6, 9]).numpy() / 16, 30_000, bias=0.04) > 0.95
-    assert_follows(torch.bincount(counts, minlength=3), torch.tensor([1, 6, 9]).double() / 16)
+    assert_follows(
+        torch.bincount(counts, minlength=3), torch.tensor([1, 6, 9]).double() / 16
+    )
     check(mixed, mixed.sample())
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("proportional", "rank"), ("uniform", "proportional"), ("independent", "uniform"), ("no norm", "uniform")],
+    [
+        ("proportional", "rank"),
+        ("uniform", "proportional"),
+        ("independent", "uniform"),
+        ("no norm", "uniform"),
+    ],
 )
 def test_weights_are_normalised_over_the_mixture(one, other):
     mixed = mixture(one, other)
@@ -167,34 +220,58 @@ def test_weights_are_normalised_over_the_mixture(one, other):
         if not hasattr(rb.sampler, "alpha"):
             raw[mine] = 1.0
             continue
-        every = (len(rb) * rb.sampler.probability(torch.arange(len(rb)))) ** -rb.sampler.beta
+        every = (
+            len(rb) * rb.sampler.probability(torch.arange(len(rb)))
+        ) ** -rb.sampler.beta
         raw[mine] = every[batch["index"][mine]]
-        norm = {"buffer": every, "batch": raw[mine], None: torch.ones(1)}[rb.sampler.weight_norm]
+        norm = {"buffer": every, "batch": raw[mine], None: torch.ones(1)}[
+            rb.sampler.weight_norm
+        ]
         most = max(most, float(norm.max()))
-    torch.testing.assert_close(batch["priority_weight"].double(), raw / most, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        batch["priority_weight"].double(), raw / most, rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize(("kind", "exact"), [("proportional", True), ("rank", False)])
 def test_a_row_has_the_same_weight_whichever_members_are_in_its_batch(kind, exact):
-    mixed = mixture("uniform", kind, exact=exact, batch_size=8, shares={"demos": 0.05, "online": 0.95})
+    mixed = mixture(
+        "uniform",
+        kind,
+        exact=exact,
+        batch_size=8,
+        shares={"demos": 0.05, "online": 0.95},
+    )
     mixed.members["demos"] = demos = member(kind, 0, 25)
-    demos.sampler.beta, demos.sampler.alpha = 1.0, 1.0  # its weights are larger than those of the online rows
-    demos.sampler.update_priority(torch.tensor([3]), torch.tensor([1e-4]), storage=demos.storage)
+    # its weights are larger than those of the online rows
+    demos.sampler.beta, demos.sampler.alpha = 1.0, 1.0
+    demos.sampler.update_priority(
+        torch.tensor([3]), torch.tensor([1e-4]), storage=demos.storage
+    )
     seen: dict[int, set[float]] = {}
     are_together = set()
     for _ in range(60):
         batch = mixed.sample()
         are_together.add(bool((batch["source"] == 0).any()))
         online = batch["source"] == 1
-        for row, weight in zip(batch["index"][online].tolist(), batch["priority_weight"][online].tolist(), strict=True):
+        for row, weight in zip(
+            batch["index"][online].tolist(),
+            batch["priority_weight"][online].tolist(),
+            strict=True,
+        ):
             seen.setdefault(row, set()).add(round(weight, 7))
     assert are_together == {True, False}
     assert all(len(weights) == 1 for weights in seen.values())
-    demos.sampler.weight_norm = None  # no weight is divided, whether the batch has demonstrations or not
-    every = (21 * mixed["online"].sampler.probability(torch.arange(21))) ** -mixed["online"].sampler.beta
+    # no weight is divided, whether the batch has demonstrations or not
+    demos.sampler.weight_norm = None
+    every = (21 * mixed["online"].sampler.probability(torch.arange(21))) ** -mixed[
+        "online"
+    ].sampler.beta
     for batch in (mixed.sample() for _ in range(20)):
         online = batch["source"] == 1
-        torch.testing.assert_close(batch["priority_weight"][online].double(), every[batch["index"][online]])
+        torch.testing.assert_close(
+            batch["priority_weight"][online].double(), every[batch["index"][online]]
+        )
     demos.empty()  # and a member without rows has no normalizer
     mixed.sampler.demos, demos.sampler.weight_norm = 0.0, "buffer"
     assert mixed.sample()["priority_weight"].max() <= 1.0
@@ -204,24 +281,41 @@ def test_a_row_has_the_same_weight_whichever_members_are_in_its_batch(kind, exac
 @pytest.mark.parametrize("one", ["proportional", "uniform"])
 def test_priorities_go_home(one, lanes):
     mixed = mixture(one, "rank", lanes)
-    prioritized = {name: rb for name, rb in mixed.members.items() if hasattr(rb.sampler, "priority")}
+    prioritized = {
+        name: rb
+        for name, rb in mixed.members.items()
+        if hasattr(rb.sampler, "priority")
+    }
     stale = dict.fromkeys(prioritized, 0)
     for written in range(3):  # later batches are compiled
         batch = mixed.sample()
-        mixed.extend(rows(5_000 + 100 * written, written, lanes), "online") if written else None
-        wanted = {name: rb.sampler.priority(torch.arange(len(rb))) for name, rb in prioritized.items()}
+        mixed.extend(
+            rows(5_000 + 100 * written, written, lanes), "online"
+        ) if written else None
+        wanted = {
+            name: rb.sampler.priority(torch.arange(len(rb)))
+            for name, rb in prioritized.items()
+        }
         batch["td_error"] = torch.arange(64.0) - 100 - written
         updated = batch[torch.arange(63, -1, -1)] if written == 1 else batch
         mixed.update_tensordict_priority(updated)
         for name, rb in prioritized.items():
             for row in updated[updated["source"] == mixed.names.index(name)]:
                 index = row["index"].tolist()
-                flat = index if not lanes else index[0] * lanes + index[1] if name == "online" else index[0]
+                flat = (
+                    index
+                    if not lanes
+                    else index[0] * lanes + index[1]
+                    if name == "online"
+                    else index[0]
+                )
                 stored = rb.storage[:]["number"].reshape(-1)[flat]
                 stale[name] += int(stored != row["number"])
                 if stored == row["number"]:
                     wanted[name][flat] = abs(float(row["td_error"]))
-            assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
+            assert torch.equal(
+                rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name]
+            )
             assert rb.health()["stale_updates"] == stale[name]
     assert all("not sample" not in rb.compiled for rb in mixed.members.values())
 
@@ -242,7 +336,9 @@ def test_reserved_rows_are_compared_after_their_first_write():
     step = TensorDict({"x": torch.zeros(())})
     full, reserved = (ReplayBuffer.from_schema(step, 10) for _ in range(2))
     full.extend(TensorDict({"x": torch.arange(3.0), "y": torch.arange(3)}, [3]))
-    mixture = ReplayBufferMixture({"full": full, "reserved": reserved}, {"full": 1, "reserved": 1}, batch_size=4)
+    mixture = ReplayBufferMixture(
+        {"full": full, "reserved": reserved}, {"full": 1, "reserved": 1}, batch_size=4
+    )
     reserved.extend(TensorDict({"x": torch.arange(3.0), "y": torch.arange(3)}, [3]))
     assert mixture.sample()["source"].tolist() == [0, 0, 1, 1]
     reserved.set_storage(PackedStorage(10))
@@ -274,7 +370,9 @@ def test_repr_names_the_members():
 
 
 @pytest.mark.parametrize("when", ["before the last member", "before the commit"])
-def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Path, monkeypatch):
+def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(
+    when, tmp_path: Path, monkeypatch
+):
     mixed, other = mixture("proportional", "rank"), mixture("proportional", "rank")
     mixed.dumps(tmp_path)
     wanted = [rb.chronological() for rb in mixed.members.values()]
@@ -292,7 +390,9 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
         assert_same(rb.chronological(), before)
     mixed.dumps(tmp_path)
     other.loads(tmp_path)
-    for rb, original in zip(other.members.values(), mixed.members.values(), strict=True):
+    for rb, original in zip(
+        other.members.values(), mixed.members.values(), strict=True
+    ):
         assert_same(rb.chronological(), original.chronological())
     assert len(list(tmp_path.glob("members-*"))) == 1
 
@@ -316,33 +416,48 @@ HALF = {"one": 0.5, "other": 0.5}
 
 
 def test_threads_that_sample_get_batches_of_their_own():
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(1_000)}, HALF, batch_size=64)
+    mixed = ReplayBufferMixture(
+        {"one": numbered(0), "other": numbered(1_000)}, HALF, batch_size=64
+    )
     mixed.sample()
 
     def draw() -> bool:
         batches = [mixed.sample() for _ in range(300)]
-        return all(bool(((batch["number"] >= 1_000) == batch["source"].bool()).all()) for batch in batches)
+        return all(
+            bool(((batch["number"] >= 1_000) == batch["source"].bool()).all())
+            for batch in batches
+        )
 
     def alone() -> bool:  # in more sizes than a member has plans for
-        return all(len(mixed["one"].sample(size)) == size for size in [*range(1, 21)] * 30)
+        return all(
+            len(mixed["one"].sample(size)) == size for size in [*range(1, 21)] * 30
+        )
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as pool:
-            assert all(future.result() for future in [pool.submit(each) for each in (draw, draw, draw, alone)])
+            assert all(
+                future.result()
+                for future in [pool.submit(each) for each in (draw, draw, draw, alone)]
+            )
     finally:
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning", "ignore:this process was forked")
+@pytest.mark.filterwarnings(
+    "ignore:.*use of fork:DeprecationWarning", "ignore:this process was forked"
+)
 def test_a_process_that_is_forked_while_a_thread_samples_can_sample():
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(1_000)}, HALF, batch_size=64)
+    mixed = ReplayBufferMixture(
+        {"one": numbered(0), "other": numbered(1_000)}, HALF, batch_size=64
+    )
     mixed.sample()
     with mixed["other"].storage.lock:
         thread = Thread(target=mixed.sample)
         thread.start()
-        thread.join(0.2)  # it waits for the lock, with the rows of the first member in its memory
+        # it waits for the lock, with the rows of the first member in its memory
+        thread.join(0.2)
         child = mp.get_context("fork").Process(target=mixed.sample)
         child.start()
         child.join(20)
@@ -355,25 +470,36 @@ def test_a_process_that_is_forked_while_a_thread_samples_can_sample():
 def test_members_with_a_sampler_of_torchrls():
     one = ReplayBuffer(storage=PackedStorage(10), sampler=SamplerWithoutReplacement())
     one.extend(TensorDict({"number": torch.arange(10)}, [10]))
-    batch = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=8).sample()
+    batch = ReplayBufferMixture(
+        {"one": one, "other": numbered(0)}, HALF, batch_size=8
+    ).sample()
     assert torch.equal(batch["index"], batch["number"])
 
 
 def test_health_is_of_the_last_batch():
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(0)}, HALF, batch_size=64, writes_to="one")
+    mixed = ReplayBufferMixture(
+        {"one": numbered(0), "other": numbered(0)}, HALF, batch_size=64, writes_to="one"
+    )
     mixed.sample()
     mixed.extend(TensorDict({"number": torch.arange(90)}, [90]))
     mixed.sample()
     health = mixed.health()
     assert health["one/age_max"] > 60
-    assert (health["one/share"], health["one/rows"], health["other/rows"]) == (0.5, 100, 10)
+    assert (health["one/share"], health["one/rows"], health["other/rows"]) == (
+        0.5,
+        100,
+        10,
+    )
     mixed.sample()
     mixed.extend(TensorDict({"number": torch.arange(900)}, [900]))
     assert mixed.health()["one/age_max"] < 100  # the age at the draw
 
 
 def test_entries_are_written_back_to_their_members():
-    one, other = member("proportional", 0, 10), member("proportional", 1_000, 4, lanes=2)
+    one, other = (
+        member("proportional", 0, 10),
+        member("proportional", 1_000, 4, lanes=2),
+    )
     mixed = ReplayBufferMixture({"one": one, "other": other}, HALF, batch_size=32)
     batch = mixed.sample()
     batch["observation"] = batch["number"][:, None].expand(-1, 3).float()
@@ -381,14 +507,18 @@ def test_entries_are_written_back_to_their_members():
     for rb in (one, other):
         stored = rb.storage[:].flatten()
         written = torch.isin(stored["number"], batch["number"])
-        assert (stored["observation"][written] == stored["number"][written][:, None]).all()
+        assert (
+            stored["observation"][written] == stored["number"][written][:, None]
+        ).all()
         assert written.any()
         assert (stored["observation"][~written] < 1).all()
 
 
 def windows(length: int, lanes: int) -> ReplayBuffer:
     storage = PackedStorage(60, ndim=2 if lanes else 1)
-    rb = ReplayBuffer(storage=storage, sampler=SequenceSampler(ProportionalSampler(60), length))
+    rb = ReplayBuffer(
+        storage=storage, sampler=SequenceSampler(ProportionalSampler(60), length)
+    )
     rb.extend(rows(0, 20, lanes))
     return rb
 
@@ -396,23 +526,31 @@ def windows(length: int, lanes: int) -> ReplayBuffer:
 def test_members_of_equal_windows_give_whole_windows_at_any_share():
     members = {"one": windows(4, 0), "other": windows(4, 0)}
     mixed = ReplayBufferMixture(members, {"one": 0.6, "other": 0.4}, batch_size=16)
-    counts = torch.stack([mixed.sample().get("source").bincount(minlength=2) for _ in range(200)])
+    counts = torch.stack(
+        [mixed.sample().get("source").bincount(minlength=2) for _ in range(200)]
+    )
     assert set(counts[:, 0].tolist()) == {8, 12}
     assert abs(float(counts[:, 0].float().mean()) - 0.6 * 16) < 0.5
 
 
 def test_a_member_whose_draw_is_not_compiled_costs_others_no_rows():
-    """The last batch of an epoch is short, and drawn with torch: rows that other members have drawn are kept."""
+    """The last batch of an epoch is short, and drawn with torch: rows that other
+    members have drawn are kept."""
     members = {
         "epochs": numbered(0, 12, sampler=MinibatchSampler()),
-        "fresh": numbered(100, 80, sampler=FreshRowsSampler(ProportionalSampler(100), 2)),
+        "fresh": numbered(
+            100, 80, sampler=FreshRowsSampler(ProportionalSampler(100), 2)
+        ),
         "short": numbered(200, 14, sampler=MinibatchSampler()),
     }
     mixture = ReplayBufferMixture(members, dict.fromkeys(members, 1), batch_size=12)
     epochs, fresh = [], []
     for _ in range(24):
         batch = mixture.sample()
-        assert batch["source"].tolist() in ([0] * 4 + [1] * 4 + [2] * 4, [0] * 4 + [1] * 4 + [2] * 2)
+        assert batch["source"].tolist() in (
+            [0] * 4 + [1] * 4 + [2] * 4,
+            [0] * 4 + [1] * 4 + [2] * 2,
+        )
         assert (batch["priority_weight"] == 1).all()
         epochs += batch["number"][:4].tolist()
         fresh += batch["number"][4:6].tolist()
@@ -422,7 +560,10 @@ def test_a_member_whose_draw_is_not_compiled_costs_others_no_rows():
 
 def test_fresh_rows_of_members_with_and_without_priorities():
     samplers = {"one": UniformSampler(), "other": ProportionalSampler(10)}
-    members = {name: numbered(0, sampler=FreshRowsSampler(sampler, 2)) for name, sampler in samplers.items()}
+    members = {
+        name: numbered(0, sampler=FreshRowsSampler(sampler, 2))
+        for name, sampler in samplers.items()
+    }
     mixed = ReplayBufferMixture(members, HALF, batch_size=8)
     for first in (0, 2):
         batch = mixed.sample()
@@ -433,16 +574,27 @@ def test_fresh_rows_of_members_with_and_without_priorities():
 
 @pytest.mark.parametrize("size", [4, 8])  # fresh rows alone, and with others
 def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
-    one = numbered(0, sampler=FreshRowsSampler(ProportionalSampler(100, alpha=1.0, beta=1.0, eps=0.0), 2))
-    one.update_priority(torch.arange(10), torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 0, 0]))
-    mixed = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=size)
+    one = numbered(
+        0,
+        sampler=FreshRowsSampler(
+            ProportionalSampler(100, alpha=1.0, beta=1.0, eps=0.0), 2
+        ),
+    )
+    one.update_priority(
+        torch.arange(10), torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 0, 0])
+    )
+    mixed = ReplayBufferMixture(
+        {"one": one, "other": numbered(0)}, HALF, batch_size=size
+    )
     weight = mixed.sample()["priority_weight"]
     assert ((weight > 0) & (weight <= 1)).all()
 
 
 def test_a_batch_that_one_member_refuses_counts_nowhere():
     one = numbered(0, 10, samples_per_insert=1.0, tolerance=50)
-    mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 10, min_size=100)}, HALF, batch_size=8)
+    mixed = ReplayBufferMixture(
+        {"one": one, "other": numbered(0, 10, min_size=100)}, HALF, batch_size=8
+    )
     flow: Any = one.flow
     for _ in range(20):
         with pytest.raises(RuntimeError, match="flow control does not admit"):
@@ -454,15 +606,22 @@ def test_a_batch_that_one_member_refuses_counts_nowhere():
 def test_every_batch_has_the_same_keys_whichever_members_it_needs(exact):
     lanes = member("uniform", 1_000, 4, lanes=2)
     members = {"one": member("proportional", 0, 9), "other": lanes}
-    mixed = ReplayBufferMixture(members, {"one": 0.1, "other": 0.9}, batch_size=2, exact=exact)
-    kinds = {(frozenset(batch.keys()), batch["index"].shape) for batch in [mixed.sample() for _ in range(60)]}
+    mixed = ReplayBufferMixture(
+        members, {"one": 0.1, "other": 0.9}, batch_size=2, exact=exact
+    )
+    kinds = {
+        (frozenset(batch.keys()), batch["index"].shape)
+        for batch in [mixed.sample() for _ in range(60)]
+    }
     assert len(kinds) == 1
 
 
 def test_batches_drawn_ahead_by_a_member_are_not_used():
     ahead = {"device": "cpu", "prefetch": 2, "batch_size": 4}
     one = numbered(0, 50, sampler=ProportionalSampler(100, beta=1.0), **ahead)
-    mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 50)}, HALF, batch_size=8)
+    mixed = ReplayBufferMixture(
+        {"one": one, "other": numbered(0, 50)}, HALF, batch_size=8
+    )
     mixed.sample()
     one.update_priority(torch.arange(50), torch.arange(50) + 1.0)
     batch = mixed.sample()
@@ -481,15 +640,22 @@ def test_weights_are_of_the_moment_of_the_draw(device):
 
     sampler = ProportionalSampler(100, beta=1.0)
     one = numbered(0, 50, sampler=sampler, transform=Later([], []), device=device)
-    mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 50)}, HALF, batch_size=8)
+    mixed = ReplayBufferMixture(
+        {"one": one, "other": numbered(0, 50)}, HALF, batch_size=8
+    )
     assert mixed.sample()["priority_weight"].tolist() == [1.0] * 8
 
 
 def test_members_on_different_devices_are_refused():
     elsewhere = ReplayBuffer(storage=PackedStorage(50, device="meta"), batch_size=8)
     elsewhere.extend(numbered(0)[:])
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": elsewhere}, HALF, batch_size=8)
-    with pytest.raises(ValueError, match=r"different devices, .*'other': 'meta'.*: keep their rows on one device"):
+    mixed = ReplayBufferMixture(
+        {"one": numbered(0), "other": elsewhere}, HALF, batch_size=8
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"different devices, .*'other': 'meta'.*: keep their rows on one device",
+    ):
         mixed.sample()
 
 
@@ -505,10 +671,15 @@ def test_sequences_of_other_lengths_and_lanes_are_mixed():
 
 
 def test_uniform_members_write_back_by_their_stamps():
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(50)}, HALF, batch_size=8)
+    mixed = ReplayBufferMixture(
+        {"one": numbered(0), "other": numbered(50)}, HALF, batch_size=8
+    )
     batch = mixed.sample()
     index = [batch["index"][batch["source"] == place] for place in range(2)]
-    stamps = {name: rb.storage.stamps(index[k]) for k, (name, rb) in enumerate(mixed.members.items())}
+    stamps = {
+        name: rb.storage.stamps(index[k])
+        for k, (name, rb) in enumerate(mixed.members.items())
+    }
     batch["number"] = -1 - batch["source"]
     assert mixed.write_back(batch, ["number"], sampled_at=stamps) == 8
     assert (mixed["one"].storage["number"] == -1).any()
@@ -530,7 +701,9 @@ def test_members_are_transformed_without_their_locks():
     def write() -> None:
         for _ in range(500):
             with Locked.lock:
-                one.extend(TensorDict({"number": torch.zeros(1, dtype=torch.int64)}, [1]))
+                one.extend(
+                    TensorDict({"number": torch.zeros(1, dtype=torch.int64)}, [1])
+                )
 
     writer = Thread(target=write, daemon=True)
     writer.start()

@@ -1,4 +1,5 @@
-"""Over a storage of TorchRL's, ReplayBuffer makes TorchRL's buffer, whose draws by our samplers are those over ours."""
+"""Over a storage of TorchRL's, ReplayBuffer makes TorchRL's buffer, whose draws by our
+samplers are those over ours."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import CompressedListStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from torchrl.data import (
+    CompressedListStorage,
+    LazyTensorStorage,
+    ListStorage,
+    TensorDictReplayBuffer,
+)
 
 from rlbuf_td import (
     MinibatchSampler,
@@ -36,13 +42,17 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")  # which TorchRL's buffer says
+# which TorchRL's buffer says
+@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_draws_are_those_over_a_packed_storage(storage: str, sampler: str):
     lanes = [LANES] if storage == "lanes" else []
     buffers = []
-    for made in (STORAGES[storage](CAPACITY), PackedStorage(CAPACITY, ndim=1 + len(lanes))):
+    for made in (
+        STORAGES[storage](CAPACITY),
+        PackedStorage(CAPACITY, ndim=1 + len(lanes)),
+    ):
         rb = ReplayBuffer(storage=made, sampler=SAMPLERS[sampler](), batch_size=4)
         rb.set_rng(torch.Generator().manual_seed(3))
         buffers.append(rb)
@@ -56,4 +66,6 @@ def test_draws_are_those_over_a_packed_storage(storage: str, sampler: str):
             theirs, ours = (rb.sample(size) for rb in buffers)
             assert torch.equal(theirs["k"].long(), ours["k"])
             for rb, batch in zip(buffers, (theirs, ours), strict=True):
-                rb.update_tensordict_priority(batch.set("td_error", batch["k"] % 7 + 1.0))
+                rb.update_tensordict_priority(
+                    batch.set("td_error", batch["k"] % 7 + 1.0)
+                )

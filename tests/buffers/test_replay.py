@@ -1,4 +1,5 @@
-"""The replay buffer: its direct path against TorchRL's general one, and everything that TorchRL's users do with one."""
+"""The replay buffer: its direct path against TorchRL's general one, and everything that
+TorchRL's users do with one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from torchrl.data.replay_buffers import (
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
-from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
+from torchrl.envs.transforms import (
+    Compose,
+    DoubleToFloat,
+    ObservationNorm,
+    RenameTransform,
+    SelectTransform,
+)
 
 from rlbuf_td import (
     EpisodeStats,
@@ -44,41 +51,62 @@ def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
         {
             "observation": number[..., None].expand(*shape, 3).float().clone(),
             "action": (number % 5)[..., None].clone(),
-            "next": {"reward": number[..., None].double(), "done": (number % 7 == 0)[..., None]},
+            "next": {
+                "reward": number[..., None].double(),
+                "done": (number % 7 == 0)[..., None],
+            },
         },
         shape,
     )
 
 
-def make(cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs) -> TensorDictReplayBuffer:
+def make(
+    cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs
+) -> TensorDictReplayBuffer:
     parts = {"cls": cls, "seed": seed, "writer": RingWriter(), "batch_size": 8} | kwargs
     return buffer_of(60 // max(lanes, 1), SAMPLERS[sampler](60), lanes, **parts)
 
 
-def filled(count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs) -> ReplayBuffer:
+def filled(
+    count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs
+) -> ReplayBuffer:
     rb = make(ReplayBuffer, sampler, lanes=lanes, **kwargs)
     rb.extend(transitions(count, lanes=lanes))
     return rb
 
 
 def assert_same(first: TensorDict, second: TensorDict) -> None:
-    catalogue.assert_same(first.exclude("sampled_at"), second.exclude("sampled_at"))  # TorchRL's buffers do not add it
+    # TorchRL's buffers do not add it
+    catalogue.assert_same(first.exclude("sampled_at"), second.exclude("sampled_at"))
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("lanes", [0, 3])
-def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes, device):
+def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(
+    lanes, device
+):
     key = ("loss", "error")
-    options = {"transform": SelectTransform("observation"), "device": device, "priority_key": key}
+    options = {
+        "transform": SelectTransform("observation"),
+        "device": device,
+        "priority_key": key,
+    }
     rb = filled(20, "proportional", lanes=lanes, **options)
     batch, info = rb.sample(return_info=True)
     assert isinstance(info["index"], tuple) == bool(lanes)
-    assert set(batch.keys()) == {"observation", "index", "priority_weight", "sampled_at"}
+    assert set(batch.keys()) == {
+        "observation",
+        "index",
+        "priority_weight",
+        "sampled_at",
+    }
     index = batch["index"].unbind(-1) if lanes else batch["index"]
     assert torch.equal(rb.storage.get(index)["observation"], batch["observation"])
     batch[key] = torch.full((8, 1), 7.0)
     rb.update_tensordict_priority(batch)
-    assert (rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7).sum() == len(batch["index"].unique(dim=0))
+    assert (rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7).sum() == len(
+        batch["index"].unique(dim=0)
+    )
 
 
 def test_transforms_see_the_index_and_may_drop_rows_and_cast():
@@ -94,33 +122,55 @@ def test_transforms_see_the_index_and_may_drop_rows_and_cast():
     batch = rb.sample()
     assert {"index", "priority_weight"} <= seen
     assert "state" in batch.keys()
-    assert (batch["next", "reward"].dtype, rb.storage["next", "reward"].dtype) == (torch.float32, torch.float64)
-    rb = filled(20, "proportional", transform=lambda batch: batch.select("observation")[:3])
+    assert (batch["next", "reward"].dtype, rb.storage["next", "reward"].dtype) == (
+        torch.float32,
+        torch.float64,
+    )
+    rb = filled(
+        20, "proportional", transform=lambda batch: batch.select("observation")[:3]
+    )
     assert list(rb.sample().keys()) == ["observation"]  # no index of others
 
 
 def test_a_transform_on_the_way_in_changes_what_the_short_path_stores(monkeypatch):
-    norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
+    norm = ObservationNorm(
+        loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"]
+    )
     rb = filled(4, transform=Compose(norm))
     assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
-    assert torch.equal(rb.sample().get("observation").sort(0).values % 1, torch.zeros(8, 3))
+    assert torch.equal(
+        rb.sample().get("observation").sort(0).values % 1, torch.zeros(8, 3)
+    )
     monkeypatch.setattr(RingWriter, "extend", None)
     monkeypatch.setattr(RingWriter, "add", None)
     data = transitions(6)
     assert rb.extend(data[4:]).tolist() == [4, 5]
     assert rb.add(data[0]) == 6
-    assert torch.equal(rb.storage["observation"], torch.cat([data["observation"] / 2, torch.zeros(1, 3)]))
+    assert torch.equal(
+        rb.storage["observation"],
+        torch.cat([data["observation"] / 2, torch.zeros(1, 3)]),
+    )
 
 
 def test_sample_options_and_iteration_do_as_in_torchrl():
     rb = filled(20, "proportional")
-    assert set(rb.sample(return_info=True)[1]) == {"index", "priority_weight", "sampled_at"}
+    assert set(rb.sample(return_info=True)[1]) == {
+        "index",
+        "priority_weight",
+        "sampled_at",
+    }
     assert "index" not in rb.sample(include_info=False).keys()
     assert [batch.batch_size for batch in islice(rb, 4)] == [(8,)] * 4
     assert rb.sample(5).batch_size == (5,)
     for index in (slice(None), slice(2, 4), torch.tensor([1, 5])):
         assert_same(rb[index], transitions(20)[index])
-    words = "20 of 60 rows", "bytes per row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "33.3%"
+    words = (
+        "20 of 60 rows",
+        "bytes per row",
+        "'observation': float32 (3,)",
+        "ProportionalSampler(alpha=0.6",
+        "33.3%",
+    )
     assert [word for word in words if word not in repr(rb)] == []
 
 
@@ -128,12 +178,20 @@ def test_sample_options_and_iteration_do_as_in_torchrl():
 def test_a_buffer_may_leave_the_report_out_as_torchrls_plain_one_does(sampler):
     slices = SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False)
     options = {"sampler": slices} if sampler == "general" else {}
-    kinds: list[tuple[Any, dict[str, Any]]] = [(ReplayBuffer, {}), (ReplayBuffer, {"include_info": False})]
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (ReplayBuffer, {}),
+        (ReplayBuffer, {"include_info": False}),
+    ]
     kinds.append((TorchRLReplayBuffer, {}))
-    buffers = [cls(storage=PackedStorage(40), batch_size=8, **options, **more) for cls, more in kinds]
+    buffers = [
+        cls(storage=PackedStorage(40), batch_size=8, **options, **more)
+        for cls, more in kinds
+    ]
     found = []
     for rb in buffers:
-        flags = {name: torch.zeros(40, 1, dtype=torch.bool) for name in ("done", "truncated")}
+        flags = {
+            name: torch.zeros(40, 1, dtype=torch.bool) for name in ("done", "truncated")
+        }
         rb.extend(TensorDict({"x": torch.arange(40), "next": flags}, [40]))
         for _ in range(2):  # the general path, then the plan
             batch, (_, info) = rb.sample(), rb.sample(return_info=True)
@@ -145,7 +203,11 @@ def test_a_buffer_may_leave_the_report_out_as_torchrls_plain_one_does(sampler):
 def test_transforms_see_what_torchrls_samplers_report_also_in_batches_drawn_ahead():
     found = []
     for ahead in (0, 3):
-        options: Any = {"batch_size": 8, "prefetch": ahead, "generator": torch.Generator().manual_seed(0)}
+        options: Any = {
+            "batch_size": 8,
+            "prefetch": ahead,
+            "generator": torch.Generator().manual_seed(0),
+        }
         rb = ReplayBuffer(storage=PackedStorage(20), sampler=RandomSampler(), **options)
         rb.append_transform(lambda batch: batch.set("seen", batch["index"]))
         rb.extend(transitions(20))
@@ -154,8 +216,15 @@ def test_transforms_see_what_torchrls_samplers_report_also_in_batches_drawn_ahea
 
 
 def test_the_keywords_of_torchrls_prioritized_buffer():
-    rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=lambda: PackedStorage(30), batch_size=4, prefetch=3)
-    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.eps, rb.storage.max_size) == (0.7, 0.9, 1e-8, 30)
+    rb = PrioritizedReplayBuffer(
+        alpha=0.7, beta=0.9, storage=lambda: PackedStorage(30), batch_size=4, prefetch=3
+    )
+    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.eps, rb.storage.max_size) == (
+        0.7,
+        0.9,
+        1e-8,
+        30,
+    )
     rb.extend(transitions(20))
     batch = rb.sample()
     batch["td_error"] = torch.full((4,), 2.0)
@@ -174,7 +243,11 @@ def test_parts_have_defaults_and_may_be_made_at_the_first_use():
     rb = ReplayBuffer(delayed_init=True)
     assert "not initialized" in repr(rb)
     rb.extend(transitions(3))
-    assert [type(part) for part in (rb.storage, rb.sampler, rb.writer)] == [PackedStorage, UniformSampler, RingWriter]
+    assert [type(part) for part in (rb.storage, rb.sampler, rb.writer)] == [
+        PackedStorage,
+        UniformSampler,
+        RingWriter,
+    ]
     assert rb.storage.max_size == 1_000
     assert rb.sample(2).batch_size == (2,)
 
@@ -200,20 +273,41 @@ def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape, reductio
     for _ in range(2):  # the second update is compiled
         batch = rb.sample().exclude("sampled_at")  # these are the stamps of other rows
         batch["index"] = batch["index"][:1].expand_as(batch["index"]).clone()
-        batch["td_error"] = -torch.arange(1.0, 9.0).view(8, *(1,) * len(shape)).expand(8, *shape).clone()
+        batch["td_error"] = (
+            -torch.arange(1.0, 9.0)
+            .view(8, *(1,) * len(shape))
+            .expand(8, *shape)
+            .clone()
+        )
         if shape == (4,):
             batch["td_error"][:, 1] *= -3
         rb.update_tensordict_priority(batch)
         last = rb.sampler.priority(batch["index"][:1], storage=rb.storage)
-        assert last.tolist() == [{"max": 24.0, "mean": 12.0}.get(reduction, 8.0) if shape == (4,) else 8.0]
+        assert last.tolist() == [
+            {"max": 24.0, "mean": 12.0}.get(reduction, 8.0) if shape == (4,) else 8.0
+        ]
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_rows_that_are_batches_come_back_as_such(ndim):
-    rb = ReplayBuffer(storage=PackedStorage(12, ndim=ndim), sampler=ProportionalSampler(12), batch_size=4)
-    rb.extend(TensorDict({"x": torch.arange(24.0).view(2, 3, 4)[(0,) * (2 - ndim)]}, [2, 3, 4][2 - ndim :]))
+    rb = ReplayBuffer(
+        storage=PackedStorage(12, ndim=ndim),
+        sampler=ProportionalSampler(12),
+        batch_size=4,
+    )
+    rb.extend(
+        TensorDict(
+            {"x": torch.arange(24.0).view(2, 3, 4)[(0,) * (2 - ndim)]},
+            [2, 3, 4][2 - ndim :],
+        )
+    )
     batch = rb.sample()  # of rows of four
-    assert batch.batch_size == batch["priority_weight"].shape == batch["index"].shape[:2] == (4, 4)
+    assert (
+        batch.batch_size
+        == batch["priority_weight"].shape
+        == batch["index"].shape[:2]
+        == (4, 4)
+    )
     batch["td_error"] = batch["x"] + 1
     rb.update_tensordict_priority(batch)
     index = batch["index"][:, 0].unbind(-1) if ndim == 2 else batch["index"][:, 0]
@@ -221,9 +315,13 @@ def test_rows_that_are_batches_come_back_as_such(ndim):
     assert torch.equal(found, batch["x"][:, 3].double() + 1)  # the largest of each row
 
 
-@pytest.mark.parametrize("writer", [TensorDictMaxValueWriter, TensorDictRoundRobinWriter])
+@pytest.mark.parametrize(
+    "writer", [TensorDictMaxValueWriter, TensorDictRoundRobinWriter]
+)
 @pytest.mark.parametrize("first", ["add", "extend"])
-def test_writers_of_torchrl_that_add_the_index_write_one_row_and_then_several(writer, first):
+def test_writers_of_torchrl_that_add_the_index_write_one_row_and_then_several(
+    writer, first
+):
     settings = {"rank_key": "observation"} if writer is TensorDictMaxValueWriter else {}
     rb = ReplayBuffer(storage=PackedStorage(8), writer=writer(**settings), batch_size=4)
     data = TensorDict({"observation": torch.arange(6.0)[:, None]}, [6])
@@ -235,10 +333,18 @@ def test_writers_of_torchrl_that_add_the_index_write_one_row_and_then_several(wr
 
 
 def test_batches_without_the_report_say_how_to_update_their_priorities():
-    rb = ReplayBuffer(storage=PackedStorage(9), sampler=ProportionalSampler(9), batch_size=4, include_info=False)
+    rb = ReplayBuffer(
+        storage=PackedStorage(9),
+        sampler=ProportionalSampler(9),
+        batch_size=4,
+        include_info=False,
+    )
     rb.extend(transitions(9))
     batch = rb.sample().set("td_error", torch.full((4,), 7.0))
-    with pytest.raises(KeyError, match=r"no 'index': it was sampled with include_info=False.* with return_info=True"):
+    with pytest.raises(
+        KeyError,
+        match=r"no 'index': it was sampled with include_info=False.* with return_info=True",
+    ):
         rb.update_tensordict_priority(batch)
     batch, info = rb.sample(return_info=True)
     rb.update_priority(info["index"], torch.full((4,), 7.0))
@@ -249,21 +355,29 @@ def test_batches_without_the_report_say_how_to_update_their_priorities():
 
 def steps_of(lanes: int, steps: int) -> TensorDict:
     seen = torch.rand(lanes, steps, 3)
-    after = {"observation": seen, "reward": seen[..., :1], "done": torch.zeros(lanes, steps, 1, dtype=torch.bool)}
+    after = {
+        "observation": seen,
+        "reward": seen[..., :1],
+        "done": torch.zeros(lanes, steps, 1, dtype=torch.bool),
+    }
     return TensorDict({"observation": seen, "next": after}, [lanes, steps])
 
 
 def test_a_first_write_that_makes_rows_of_whole_trajectories_says_so():
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     with pytest.warns(
-        UserWarning, match=r"batch size \[4, 5\] makes rows of \[5\] steps .* storage with ndim=2, or flat"
+        UserWarning,
+        match=r"batch size \[4, 5\] makes rows of \[5\] steps .* storage with ndim=2, or flat",
     ):
         rb.extend(steps_of(4, 5))
     assert rb.sample().shape == (4, 5)  # it may be meant
     meant = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     meant.storage.reserve(steps_of(4, 5)[0])
     meant.extend(steps_of(4, 5))
-    with pytest.warns(UserWarning, match=r"batch size \[5\] makes rows of \[5\] steps .* rows of one step, use extend"):
+    with pytest.warns(
+        UserWarning,
+        match=r"batch size \[5\] makes rows of \[5\] steps .* rows of one step, use extend",
+    ):
         ReplayBuffer(storage=PackedStorage(20)).add(steps_of(4, 5)[0])
 
 
@@ -272,13 +386,19 @@ def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
     rb = make(ReplayBuffer, "proportional", lanes=lanes)
     data = transitions(4, lanes=lanes)
     index = rb.extend(data)
-    rows = data.transpose(0, 1).reshape(-1) if lanes else data  # time first, as the index has it
+    # time first, as the index has it
+    rows = data.transpose(0, 1).reshape(-1) if lanes else data
     rb.update_priority(index, rows["observation"][:, 0] + 1)
     stored = rb.storage["observation"][..., 0].flatten()
-    assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 1).double())
+    assert torch.equal(
+        rb.sampler.priority(torch.arange(len(rb))), (stored + 1).double()
+    )
     shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
-    rb.update_priority(shaped, data["observation"][..., 0] + 2)  # lanes first, both alike
-    assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double())
+    # lanes first, both alike
+    rb.update_priority(shaped, data["observation"][..., 0] + 2)
+    assert torch.equal(
+        rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double()
+    )
 
 
 def test_a_storage_put_in_place_later_takes_the_writes():
@@ -293,31 +413,53 @@ def test_a_storage_put_in_place_later_takes_the_writes():
 
 
 @pytest.mark.parametrize("delayed_init", [False, True])
-@pytest.mark.parametrize(("written", "expected"), [(6, [6, 7]), (60, [0, 1]), (65, [5, 6])])
-def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written, expected, delayed_init):
+@pytest.mark.parametrize(
+    ("written", "expected"), [(6, [6, 7]), (60, [0, 1]), (65, [5, 6])]
+)
+def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(
+    written, expected, delayed_init
+):
     first = ReplayBuffer(storage=PackedStorage(60))
     first.extend(transitions(written))
-    rb = ReplayBuffer(storage=first.storage, sampler=ProportionalSampler(60), delayed_init=delayed_init)
-    assert rb.chronological()["observation"][:, 0].tolist() == list(range(max(0, written - 60), written))
+    rb = ReplayBuffer(
+        storage=first.storage,
+        sampler=ProportionalSampler(60),
+        delayed_init=delayed_init,
+    )
+    assert rb.chronological()["observation"][:, 0].tolist() == list(
+        range(max(0, written - 60), written)
+    )
     assert rb.extend(transitions(2, start=900)).tolist() == expected
     assert rb.write_count == 2
     assert len(rb) == min(60, written + 2)
-    assert rb.chronological()["observation"][-3:, 0].tolist() == [written - 1.0, 900.0, 901.0]
+    assert rb.chronological()["observation"][-3:, 0].tolist() == [
+        written - 1.0,
+        900.0,
+        901.0,
+    ]
 
 
 def test_consumed_items_are_left_to_torchrls_sampler():
-    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4, consume_after_n_samples=1)
+    rb = ReplayBuffer(
+        storage=PackedStorage(20), batch_size=4, consume_after_n_samples=1
+    )
     rb.extend(transitions(20))
-    assert {row for _ in range(5) for row in rb.sample()["index"].tolist()} == {*range(20)}
+    assert {row for _ in range(5) for row in rb.sample()["index"].tolist()} == {
+        *range(20)
+    }
     assert len(rb) == 0
 
 
 @pytest.mark.parametrize("writer", [ReservoirWriter, ReservoirWriter()])
 def test_other_buffers_over_the_storage_go_on_without_a_buffer_that_was_refused(writer):
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    rb = ReplayBuffer(
+        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
+    )
     rb.extend(transitions(5))
     with pytest.raises(ValueError, match="a RecencySampler needs rows in time order"):
-        ReplayBuffer(storage=rb.storage, sampler=RecencySampler(), writer=writer, batch_size=4)
+        ReplayBuffer(
+            storage=rb.storage, sampler=RecencySampler(), writer=writer, batch_size=4
+        )
     assert rb.extend(transitions(3)).tolist() == [5, 6, 7]
     assert len(rb.sample()) == 4
 
@@ -356,8 +498,12 @@ class OwnAnchors(NStepSampler):
 
 
 def options() -> dict[str, ReplayBuffer]:
-    def made(sampler: Any = ProportionalSampler, storage: Any = PackedStorage, **options: Any) -> ReplayBuffer:
-        return ReplayBuffer(storage=storage(24), sampler=sampler(24), batch_size=8, **options)
+    def made(
+        sampler: Any = ProportionalSampler, storage: Any = PackedStorage, **options: Any
+    ) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=storage(24), sampler=sampler(24), batch_size=8, **options
+        )
 
     return {
         "subclass of the sampler": made(type("Subclass", (ProportionalSampler,), {})),
@@ -387,14 +533,24 @@ def test_options_and_subclasses_are_compiled(option):
 
 
 def test_what_a_subclass_overrides_is_called_at_every_sample_and_update():
-    rb = ReplayBuffer(storage=ReadsItself(24), sampler=ProportionalSampler(24), batch_size=8)
+    rb = ReplayBuffer(
+        storage=ReadsItself(24), sampler=ProportionalSampler(24), batch_size=8
+    )
     rb.extend(transitions(20).set("number", torch.arange(20)))
     for _ in range(3):
         batch = rb.sample()
         assert torch.equal(batch["number"], batch["index"] + 1_000)
     assert "ReadsItself has no compiled read" in rb.compiled
-    rb = ReplayBuffer(storage=PackedStorage(24), sampler=OwnAnchors(ProportionalSampler(24), 3, 0.9), batch_size=8)
-    rb.extend(transitions(20).set(("next", "terminated"), torch.zeros(20, 1, dtype=torch.bool)))
+    rb = ReplayBuffer(
+        storage=PackedStorage(24),
+        sampler=OwnAnchors(ProportionalSampler(24), 3, 0.9),
+        batch_size=8,
+    )
+    rb.extend(
+        transitions(20).set(
+            ("next", "terminated"), torch.zeros(20, 1, dtype=torch.bool)
+        )
+    )
     for error in (1.0, 2.0, 3.0):
         batch = rb.sample().set("td_error", torch.full((8,), error))
         rb.update_tensordict_priority(batch)
@@ -445,4 +601,7 @@ def test_rows_hold_what_a_lazily_negated_or_conjugated_leaf_shows():
         for _ in range(3):
             rb.extend(TensorDict({"x": leaf}, [2]))
             rb.add(TensorDict({"x": leaf[0]}, []))
-        assert torch.equal(rb.storage["x"], torch.cat([leaf, leaf[:1]] * 3).resolve_neg().resolve_conj())
+        assert torch.equal(
+            rb.storage["x"],
+            torch.cat([leaf, leaf[:1]] * 3).resolve_neg().resolve_conj(),
+        )

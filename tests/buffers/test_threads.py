@@ -1,4 +1,5 @@
-"""Threads that write, sample, update and do everything else at once: no torn rows, no lost rows, no deadlock."""
+"""Threads that write, sample, update and do everything else at once: no torn rows, no
+lost rows, no deadlock."""
 
 from __future__ import annotations
 
@@ -27,15 +28,25 @@ SECONDS = 0.4
 
 def rows(first: int, count: int) -> TensorDict:
     number = torch.arange(first, first + count)
-    return TensorDict({"x": number, "wide": number[:, None].expand(count, 40), "next": {"y": -number}}, [count])
+    return TensorDict(
+        {
+            "x": number,
+            "wide": number[:, None].expand(count, 40),
+            "next": {"y": -number},
+        },
+        [count],
+    )
 
 
 def is_whole(data: TensorDict) -> bool:
-    return torch.equal(data["next", "y"], -data["x"]) and bool((data["wide"] == data["x"][:, None]).all())
+    return torch.equal(data["next", "y"], -data["x"]) and bool(
+        (data["wide"] == data["x"][:, None]).all()
+    )
 
 
 class Crowd:
-    """Threads that each repeat one thing for a while; the first error of any of them is raised at the end."""
+    """Threads that each repeat one thing for a while; the first error of any of them is
+    raised at the end."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -46,7 +57,8 @@ class Crowd:
     def repeat(self, name: str, work: Callable[[], object], pause: float = 0.0) -> None:
         def loop() -> None:
             try:
-                while not self.rounds[name] or time.monotonic() < self.end:  # once, however late it begins
+                # once, however late it begins
+                while not self.rounds[name] or time.monotonic() < self.end:
                     work()
                     self.rounds[name] += 1
                     time.sleep(pause)
@@ -68,7 +80,12 @@ class Crowd:
 
 
 def make(sampler: str, **kwargs) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=SAMPLERS[sampler](CAPACITY), batch_size=32, **kwargs)
+    rb = ReplayBuffer(
+        storage=PackedStorage(CAPACITY),
+        sampler=SAMPLERS[sampler](CAPACITY),
+        batch_size=32,
+        **kwargs,
+    )
     rb.extend(rows(0, 64))
     return rb
 
@@ -79,7 +96,9 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
 
     def write() -> None:
         count = 1 + written[0] % 37
-        rb.extend(rows(written[0], count)) if count > 1 else rb.add(rows(written[0], 1)[0])
+        rb.extend(rows(written[0], count)) if count > 1 else rb.add(
+            rows(written[0], 1)[0]
+        )
         written[0] += count
 
     def sample() -> None:
@@ -107,7 +126,9 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
     return crowd, written
 
 
-@pytest.mark.parametrize(("sampler", "prefetch"), [("proportional", None), ("rank", 3), ("uniform", 3)])
+@pytest.mark.parametrize(
+    ("sampler", "prefetch"), [("proportional", None), ("rank", 3), ("uniform", 3)]
+)
 def test_one_writer_four_samplers_and_one_that_updates(sampler, prefetch):
     rb = make(sampler, prefetch=prefetch)
     crowd, written = usual(rb)
@@ -136,10 +157,16 @@ def test_everything_else_at_the_same_time(sampler):
 
     crowd.repeat("empty", rb.empty, 0.05)
     crowd.repeat("mark_update", mark, 0.005)
-    crowd.repeat("set_sampler", lambda: rb.set_sampler(SAMPLERS[sampler](CAPACITY)), 0.02)
+    crowd.repeat(
+        "set_sampler", lambda: rb.set_sampler(SAMPLERS[sampler](CAPACITY)), 0.02
+    )
     crowd.repeat("load_state_dict", lambda: rb.load_state_dict(saved), 0.05)
     crowd.repeat("state_dict", rb.state_dict, 0.02)
-    crowd.repeat("alpha", lambda: setattr(rb.sampler, "alpha", 0.5 + 0.1 * (time.monotonic() % 1)), 0.01)
+    crowd.repeat(
+        "alpha",
+        lambda: setattr(rb.sampler, "alpha", 0.5 + 0.1 * (time.monotonic() % 1)),
+        0.01,
+    )
     crowd.repeat("chronological", look, 0.01)
     crowd.run()
     rb.extend(rows(0, 5))
@@ -150,7 +177,12 @@ def test_everything_else_at_the_same_time(sampler):
 
 def test_two_buffers_over_one_storage_exclude_each_other():
     first = make("proportional")
-    second = ReplayBuffer(storage=first.storage, sampler=RankSampler(CAPACITY), writer=first.writer, batch_size=32)
+    second = ReplayBuffer(
+        storage=first.storage,
+        sampler=RankSampler(CAPACITY),
+        writer=first.writer,
+        batch_size=32,
+    )
     crowd, written, turn = Crowd(), [64], threading.Lock()
 
     def write(rb: ReplayBuffer) -> None:
@@ -178,14 +210,20 @@ def test_every_compiled_function_lets_go_of_the_interpreter():
     found = 0
     for module in pkgutil.walk_packages(rlbuf_td.kernels.__path__, "rlbuf_td.kernels."):
         for name, thing in vars(importlib.import_module(module.name)).items():
-            if hasattr(thing, "targetoptions") and thing.targetoptions.get("inline") != "always":  # part of its caller
+            # part of its caller
+            if (
+                hasattr(thing, "targetoptions")
+                and thing.targetoptions.get("inline") != "always"
+            ):
                 assert thing.targetoptions.get("nogil"), f"{module.name}.{name}"
                 found += 1
     assert found > 20
 
 
 def test_a_thread_that_cannot_sample_does_not_keep_the_lock():
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    rb = ReplayBuffer(
+        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
+    )
     with pytest.raises(RuntimeError, match="empty"):
         rb.sample()
     thread = threading.Thread(target=rb.extend, args=(rows(0, 5),))

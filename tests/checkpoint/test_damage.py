@@ -1,4 +1,5 @@
-"""What is damaged, foreign or forged is refused by name, and the live buffer stays as it was."""
+"""What is damaged, foreign or forged is refused by name, and the live buffer stays as
+it was."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def damage(data: bytearray, file: Path, chance: random.Random) -> None:
 def test_random_damage_is_noticed_named_and_changes_nothing(times, tmp_path):
     chance = random.Random(0)
     dumped(tmp_path, steps=500)
-    files = {file: file.read_bytes() for file in sorted(tmp_path.rglob("*.[jb][si][on]*"))}
+    files = {
+        file: file.read_bytes() for file in sorted(tmp_path.rglob("*.[jb][si][on]*"))
+    }
     live = make(steps=500)
     live.extend(transitions(7))
     before = live.storage[:].clone()
@@ -57,11 +60,19 @@ def test_random_damage_is_noticed_named_and_changes_nothing(times, tmp_path):
             damage(bytearray(content), file, chance)
             with pytest.raises(CheckpointError) as error:
                 target.loads(tmp_path)
-            missing = file.name == "manifest.json" and "has no manifest.json" in str(error.value)
-            assert str(file.relative_to(tmp_path)) in str(error.value) or missing, number
+            missing = file.name == "manifest.json" and "has no manifest.json" in str(
+                error.value
+            )
+            assert str(file.relative_to(tmp_path)) in str(error.value) or missing, (
+                number
+            )
             file.write_bytes(content)
             if target is not live:
-                assert (len(target), target.write_count, target.storage.initialized) == (0, 0, False)
+                assert (
+                    len(target),
+                    target.write_count,
+                    target.storage.initialized,
+                ) == (0, 0, False)
         assert live.write_count == 7
         assert_same(live.storage[:], before)
 
@@ -112,11 +123,23 @@ def test_a_full_disk_leaves_only_the_previous_dump(when, tmp_path, monkeypatch):
     ("prepare", "match"),
     [
         (lambda path: None, "holds no dump: there is no such folder"),
-        (lambda path: path.write_text("x"), "holds no dump: it is a file; a dump is a folder"),
+        (
+            lambda path: path.write_text("x"),
+            "holds no dump: it is a file; a dump is a folder",
+        ),
         (lambda path: path.mkdir(), "holds no dump: it has no manifest.json"),
-        (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "is not the manifest of a dump of rl"),
-        (lambda path: save_state(path, "RankSampler", {"x": 1}), "a dump of a RankSampler, expected one of a buf"),
-        (lambda path: theirs().dumps(path), "a TorchRL buffer wrote it: use ReplayBuffer.fr"),
+        (
+            lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")),
+            "is not the manifest of a dump of rl",
+        ),
+        (
+            lambda path: save_state(path, "RankSampler", {"x": 1}),
+            "a dump of a RankSampler, expected one of a buf",
+        ),
+        (
+            lambda path: theirs().dumps(path),
+            "a TorchRL buffer wrote it: use ReplayBuffer.fr",
+        ),
     ],
 )
 def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_path):
@@ -127,7 +150,9 @@ def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_pat
 
 
 def theirs(lanes=0):
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10, ndim=1 + bool(lanes)), batch_size=2)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10, ndim=1 + bool(lanes)), batch_size=2
+    )
     rb.extend(transitions(3, lanes))
     return rb
 
@@ -135,7 +160,10 @@ def theirs(lanes=0):
 def test_what_is_not_ours_is_not_overwritten_but_a_damaged_dump_is(tmp_path):
     rb = make()
     (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
-    with pytest.raises(CheckpointError, match="It is not overwritten: choose another folder, or remove it"):
+    with pytest.raises(
+        CheckpointError,
+        match="It is not overwritten: choose another folder, or remove it",
+    ):
         rb.dumps(tmp_path)
     file = tmp_path / "manifest.json"
     file.unlink()
@@ -156,13 +184,21 @@ def other_keys():
 @pytest.mark.parametrize(
     ("other", "match"),
     [
-        (lambda: make("rank"), "the dump has a ProportionalSampler as sampler, this buffer a RankSampler; rows_only"),
+        (
+            lambda: make("rank"),
+            "the dump has a ProportionalSampler as sampler, this buffer a RankSampler; rows_only",
+        ),
         (lambda: make(lanes=2), "the dump has ndim=1, this buffer 2"),
-        (lambda: RolloutBuffer(20), "the dump has a RingWriter as writer, this buffer a RolloutWriter"),
+        (
+            lambda: RolloutBuffer(20),
+            "the dump has a RingWriter as writer, this buffer a RolloutWriter",
+        ),
         (other_keys, "the saved rows have other keys, dtypes or shapes"),
     ],
 )
-def test_other_parts_and_other_keys_are_refused_and_change_nothing(other, match, tmp_path):
+def test_other_parts_and_other_keys_are_refused_and_change_nothing(
+    other, match, tmp_path
+):
     dumped(tmp_path)
     rb, expected = other(), other()
     with pytest.raises(CheckpointError, match=match):
@@ -179,7 +215,9 @@ def test_odd_files_in_a_dump_are_refused(tmp_path):
     moved = file.rename(tmp_path / "moved")
     for place in (lambda: file.symlink_to(moved), lambda: os.mkfifo(file)):
         place()
-        with pytest.raises(CheckpointError, match=r"bin (cannot be read|is not a plain file)"):
+        with pytest.raises(
+            CheckpointError, match=r"bin (cannot be read|is not a plain file)"
+        ):
             make().loads(tmp_path)
         file.unlink()
 
@@ -195,7 +233,9 @@ def resign(path, change) -> None:
     file.write_bytes(text + f',\n"checksum": "{checksum(text)}"\n}}\n'.encode())
 
 
-@pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", f"{0:024x}-1.bin/../../x", None])
+@pytest.mark.parametrize(
+    "name", ["../outside.bin", "/etc/passwd", f"{0:024x}-1.bin/../../x", None]
+)
 def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
     dumped(tmp_path)
 
@@ -211,27 +251,65 @@ def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
 def chunks_of(document: dict[str, Any]) -> list[list[Any]]:
     """Return the non-empty lists of a manifest's chunks, one for each tensor."""
     places = (place for place in _places(document) if place[-1] == "chunks")
-    found: Iterator[Any] = (functools.reduce(operator.getitem, place, document) for place in places)
+    found: Iterator[Any] = (
+        functools.reduce(operator.getitem, place, document) for place in places
+    )
     return [chunks for chunks in found if chunks]
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(node, dict):
-        return [place for key in node for place in [(*path, key), *_places(node[key], (*path, key))]]
+        return [
+            place
+            for key in node
+            for place in [(*path, key), *_places(node[key], (*path, key))]
+        ]
     if isinstance(node, list):
-        return [place for j in range(len(node)) for place in [(*path, j), *_places(node[j], (*path, j))]]
+        return [
+            place
+            for j in range(len(node))
+            for place in [(*path, j), *_places(node[j], (*path, j))]
+        ]
     return []
 
 
 VALUES = st.one_of(
     st.sampled_from(
-        [None, True, -1, 0, 1, 3, 2**31, 2**63, -(2**70), 1e300, "", "x", "float64", [], {}, [[]], "rows.bin"]
+        [
+            None,
+            True,
+            -1,
+            0,
+            1,
+            3,
+            2**31,
+            2**63,
+            -(2**70),
+            1e300,
+            "",
+            "x",
+            "float64",
+            [],
+            {},
+            [[]],
+            "rows.bin",
+        ]
     ),
-    st.sampled_from([{"$tensor": 0}, {"$tensor": {}}, {"$tensor": "x"}, {"$tensor": None}, float("nan"), {"$x": 1}]),
+    st.sampled_from(
+        [
+            {"$tensor": 0},
+            {"$tensor": {}},
+            {"$tensor": "x"},
+            {"$tensor": None},
+            float("nan"),
+            {"$x": 1},
+        ]
+    ),
 )
 
 
-#: What a buffer says that was given nonsense with a right checksum; anything else is a crash.
+#: What a buffer says that was given nonsense with a right checksum; anything else is a
+# crash.
 REFUSALS = (IndexError, RuntimeError, ValueError, TypeError)
 
 
@@ -239,7 +317,10 @@ def forge(document: dict[str, Any], path: Path, data: st.DataObject) -> dict[str
     """Change the content of a tensor, or entries of the document."""
     if data.draw(st.booleans()):
         chunks = data.draw(st.sampled_from(chunks_of(document)))
-        seed, nbytes = data.draw(st.integers(0, 2**32 - 1)), (path / "data" / chunks[0]).stat().st_size
+        seed, nbytes = (
+            data.draw(st.integers(0, 2**32 - 1)),
+            (path / "data" / chunks[0]).stat().st_size,
+        )
         content = np.random.default_rng(seed).integers(0, 256, nbytes).astype(np.uint8)
         content[seed % nbytes :] = data.draw(st.sampled_from([0, 1, 63, 127, 255]))
         chunks[0] = chunk_name(content)
@@ -251,7 +332,8 @@ def forge(document: dict[str, Any], path: Path, data: st.DataObject) -> dict[str
         for key in parents:
             node = node[key]
         if data.draw(st.booleans()):
-            node[last] = copy.deepcopy(data.draw(VALUES))  # what is drawn twice must not be changed in between
+            # what is drawn twice must not be changed in between
+            node[last] = copy.deepcopy(data.draw(VALUES))
         else:
             del node[last]
     return document
@@ -260,11 +342,14 @@ def forge(document: dict[str, Any], path: Path, data: st.DataObject) -> dict[str
 @settings(
     max_examples=30,
     deadline=None,
-    phases=[Phase.explicit, Phase.generate],  # a forged dump is no easier to read when it is shorter
+    # a forged dump is no easier to read when it is shorter
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 @given(data=st.data(), sampler=st.sampled_from(["proportional", "rank"]))
-def test_forged_dumps_neither_crash_nor_hang_nor_execute(data, sampler, tmp_path_factory):
+def test_forged_dumps_neither_crash_nor_hang_nor_execute(
+    data, sampler, tmp_path_factory
+):
     path = tmp_path_factory.mktemp("forged")
     rb = dumped(path, sampler=sampler)
     resign(path, lambda document: forge(document, path, data))
@@ -272,7 +357,8 @@ def test_forged_dumps_neither_crash_nor_hang_nor_execute(data, sampler, tmp_path
         rows = rb.storage.rows.matrix.view(torch.uint8)
         before = rows.clone()
         try:
-            with warnings.catch_warnings():  # a generator of a device that is not here is left out
+            # a generator of a device that is not here is left out
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "the dump's generator is on")
                 target.loads(path)
         except CheckpointError:

@@ -1,4 +1,5 @@
-"""What a dump holds, where and how often it is written, what a kill leaves, and what is loaded of it."""
+"""What a dump holds, where and how often it is written, what a kill leaves, and what is
+loaded of it."""
 
 from __future__ import annotations
 
@@ -32,26 +33,39 @@ def make(
     storage: Any = None,
     **kwargs: Any,
 ) -> td.ReplayBuffer:
-    """Return an empty storage of ``steps`` time steps, with a generator of its own unless ``seed`` is ``None``."""
+    """Return an empty storage of ``steps`` time steps, with a generator of its own
+    unless ``seed`` is ``None``."""
     rows = steps * max(1, lanes)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     if storage is None:
         storage = td.PackedStorage(rows, ndim=1 + bool(lanes))
     made = SAMPLERS[sampler](rows)
-    return td.ReplayBuffer(storage=storage, sampler=made, batch_size=8, generator=generator, **kwargs)
+    return td.ReplayBuffer(
+        storage=storage, sampler=made, batch_size=8, generator=generator, **kwargs
+    )
 
 
 def transitions(n: int, lanes: int = 0, first: int = 0) -> TensorDict:
     lead = [lanes, n] if lanes else [n]
     number = torch.arange(first, first + n).expand(lead).clone()
     value, done = number.unsqueeze(-1).float(), (number % 7 == 6).unsqueeze(-1)
-    after = {"reward": value, "done": done, "terminated": done.clone(), "achieved_goal": value.clone()}
-    observation = {"observation": value + torch.rand(*lead, 3), "number": number, "desired_goal": value + 1}
+    after = {
+        "reward": value,
+        "done": done,
+        "terminated": done.clone(),
+        "achieved_goal": value.clone(),
+    }
+    observation = {
+        "observation": value + torch.rand(*lead, 3),
+        "number": number,
+        "desired_goal": value + 1,
+    }
     return TensorDict(observation | {"next": after}, lead)
 
 
 def step(rb: td.ReplayBuffer, number: int, lanes: int = 0) -> TensorDictBase:
-    """Write (more at first), sample and update priorities, as a run does; return the batch."""
+    """Write (more at first), sample and update priorities, as a run does; return the
+    batch."""
     rb.extend(transitions(3 if number else 8, lanes, first=3 * number))
     batch = rb.sample()
     batch["td_error"] = torch.sin(batch["observation"].sum(-1)) * (1 + number % 5)
@@ -62,13 +76,18 @@ def step(rb: td.ReplayBuffer, number: int, lanes: int = 0) -> TensorDictBase:
 def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
     rb = make("rank")
     rb.extend(transitions(5))
-    rb.sampler.alpha, rb.sampler.beta, rb.sampler.stratified = 0.3, 0.9, False  # schedulers change these
+    # schedulers change these
+    rb.sampler.alpha, rb.sampler.beta, rb.sampler.stratified = 0.3, 0.9, False
     rb.writer._write_count = 2**62
     rb.save(str(tmp_path / "a" / "b"))
     again = make("rank")
     generator = again._rng
     again.load(tmp_path / "a" / "b")
-    assert (again.sampler.alpha, again.sampler.beta, again.sampler.stratified) == (0.3, 0.9, False)
+    assert (again.sampler.alpha, again.sampler.beta, again.sampler.stratified) == (
+        0.3,
+        0.9,
+        False,
+    )
     assert again.write_count == 2**62
     assert again._rng is generator
 
@@ -101,8 +120,16 @@ def test_the_dump_says_what_it_holds(tmp_path):
     rb.dumps(tmp_path)
     found = open_checkpoint(tmp_path)
     assert found.classes.pop("buffer") == "ReplayBuffer"
-    assert found.classes == {"storage": "PackedStorage", "sampler": "RankSampler", "writer": "RingWriter"}
-    assert (found.shape, found.writer["_cursor"], found.sampler["alpha"]) == ((20, 2), 5, 0.7)
+    assert found.classes == {
+        "storage": "PackedStorage",
+        "sampler": "RankSampler",
+        "writer": "RingWriter",
+    }
+    assert (found.shape, found.writer["_cursor"], found.sampler["alpha"]) == (
+        (20, 2),
+        5,
+        0.7,
+    )
     assert found.about["versions"]["torch"] in str(torch.__version__)
     assert found.storage is not None
     assert_same(found.storage[:], rb.storage[:])
@@ -110,10 +137,19 @@ def test_the_dump_says_what_it_holds(tmp_path):
     assert manifest["format"] == "rlbuf_td checkpoint"
 
 
-def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_priorities(tmp_path):
-    rb = td.ReplayBuffer(storage=td.PackedStorage(20), sampler=PrioritizedSampler(20, 0.7, 0.5), batch_size=8)
+def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_priorities(
+    tmp_path,
+):
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(20),
+        sampler=PrioritizedSampler(20, 0.7, 0.5),
+        batch_size=8,
+    )
     rb.update_priority(rb.extend(transitions(9)), torch.rand(9))
-    with pytest.raises(td.CheckpointError, match=r"_sum_tree is a SumSegmentTree\w*, .*Use a Proportional"):
+    with pytest.raises(
+        td.CheckpointError,
+        match=r"_sum_tree is a SumSegmentTree\w*, .*Use a Proportional",
+    ):
         rb.dumps(tmp_path)
     ours, before = td.ProportionalSampler(20), rb.sampler.state_dict()
     ours.load_state_dict(before)
@@ -121,7 +157,10 @@ def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_prior
     rb.dumps(tmp_path)
     again = make("proportional")
     again.loads(tmp_path)
-    assert torch.allclose(again.sampler.rule.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
+    assert torch.allclose(
+        again.sampler.rule.table.weight[:9].double(),
+        before["_sum_tree"][torch.arange(9)].double(),
+    )
 
 
 def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path):
@@ -137,7 +176,10 @@ def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path)
                 found = open_checkpoint(tmp_path).rows
                 assert found is not None
                 oldest = int(found.get("number").argmin())
-                assert torch.equal(found["number"].roll(-oldest), found["number"].min() + torch.arange(500))
+                assert torch.equal(
+                    found["number"].roll(-oldest),
+                    found["number"].min() + torch.arange(500),
+                )
             else:
                 for each in range(10):
                     rb.extend(transitions(7, first=500 + 7 * (10 * number + each)))
@@ -165,22 +207,39 @@ ROWS = 4_000  # of 256 bytes: 1 MB
 def of_rows(scratch_dir=None, sampler="proportional", seed=0, rows=ROWS):
     return td.ReplayBuffer(
         storage=td.PackedStorage(rows, scratch_dir=scratch_dir),
-        sampler=td.ProportionalSampler(rows) if sampler == "proportional" else td.UniformSampler(),
+        sampler=td.ProportionalSampler(rows)
+        if sampler == "proportional"
+        else td.UniformSampler(),
         batch_size=16,
         generator=torch.Generator().manual_seed(seed),
     )
 
 
 def extend_by(rb, n, value):
-    rb.extend(TensorDict({"x": torch.full((n, 32), float(value), dtype=torch.float64), "k": torch.rand(n)}, [n]))
+    rb.extend(
+        TensorDict(
+            {
+                "x": torch.full((n, 32), float(value), dtype=torch.float64),
+                "k": torch.rand(n),
+            },
+            [n],
+        )
+    )
 
 
 def sizes(path: Path) -> dict[str, tuple[int, int]]:
-    return {file.name: (file.stat().st_ino, file.stat().st_size) for file in path.glob("data/*.bin")}
+    return {
+        file.name: (file.stat().st_ino, file.stat().st_size)
+        for file in path.glob("data/*.bin")
+    }
 
 
 def written(before, after):
-    return sum(size for name, (number, size) in after.items() if before.get(name, (0, 0))[0] != number)
+    return sum(
+        size
+        for name, (number, size) in after.items()
+        if before.get(name, (0, 0))[0] != number
+    )
 
 
 @pytest.fixture
@@ -220,15 +279,20 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
     for each in (copy, rb):  # into another buffer, and over what the dump is of
         each.loads(tmp_path)
         assert_same(each.storage[:], rows)
-        assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
+        assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (
+            count,
+            True,
+        )
     del rb, each
-    larger = of_rows(tmp_path, rows=ROWS + 1)  # in the place of the file that the dump is of
+    # in the place of the file that the dump is of
+    larger = of_rows(tmp_path, rows=ROWS + 1)
     larger.loads(tmp_path)
     assert_same(larger[:], copy.chronological())
 
 
 @pytest.mark.parametrize(
-    ("lanes", "written", "capacity"), [(0, 1, 5), (3, 3, 12), (3, 11, 5), (0, 11, 12), (3, 11, 21)]
+    ("lanes", "written", "capacity"),
+    [(0, 1, 5), (3, 3, 12), (3, 11, 5), (0, 11, 12), (3, 11, 21)],
 )
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
 def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tmp_path):
@@ -249,7 +313,9 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
     priorities = [each.view(-1, max(1, lanes)) for each in found]
     start = rb.writer._cursor if rb.full else 0
     assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
-    assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
+    assert (
+        again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1
+    ).all()
     index, fresh = td.TrajectoryIndex(again.storage), td.TrajectoryIndex(again.storage)
     rows = torch.arange(len(again))
     for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
@@ -260,7 +326,9 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
-def test_a_dump_from_before_the_first_write_is_loaded_into_another_capacity(sampler, tmp_path):
+def test_a_dump_from_before_the_first_write_is_loaded_into_another_capacity(
+    sampler, tmp_path
+):
     rb, again = make(sampler), make(sampler, steps=30)
     rb.sampler.alpha = 0.3
     rb.dumps(tmp_path)
@@ -272,7 +340,11 @@ def test_a_dump_from_before_the_first_write_is_loaded_into_another_capacity(samp
 
 def test_epochs_start_anew_when_rows_move(tmp_path):
     def buffer(capacity):
-        return td.ReplayBuffer(storage=td.PackedStorage(capacity), sampler=td.MinibatchSampler(2), batch_size=2)
+        return td.ReplayBuffer(
+            storage=td.PackedStorage(capacity),
+            sampler=td.MinibatchSampler(2),
+            batch_size=2,
+        )
 
     rb = buffer(6)
     rb.extend(transitions(8))
@@ -288,7 +360,9 @@ def test_epochs_start_anew_when_rows_move(tmp_path):
 def test_generators_of_devices_that_are_not_here_are_left_out(device):
     rb, state = make("uniform"), torch.get_rng_state()
     generator = rb._rng
-    with pytest.warns(UserWarning, match=f"generator is on {device}, which is not available"):
+    with pytest.warns(
+        UserWarning, match=f"generator is on {device}, which is not available"
+    ):
         buffer.restore_generator(rb, (state, device))
     assert rb._rng is generator
     buffer.refuse(rb, {"_writer": {}, "_rng": (state, device)})
@@ -297,7 +371,11 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
 
 
 def small(**kwargs: Any) -> td.ReplayBuffer:
-    return td.ReplayBuffer(storage=td.PackedStorage(8, **kwargs), sampler=td.ProportionalSampler(8), batch_size=2)
+    return td.ReplayBuffer(
+        storage=td.PackedStorage(8, **kwargs),
+        sampler=td.ProportionalSampler(8),
+        batch_size=2,
+    )
 
 
 def mixture() -> td.ReplayBufferMixture:
@@ -314,7 +392,9 @@ PARTS: dict[str, Any] = {
     "ring": td.RingWriter,
     "reservoir": td.ReservoirWriter,
 }
-FOUR = TensorDict({"x": torch.arange(4), "next": {"done": torch.ones(4, 1, dtype=torch.bool)}}, [4])
+FOUR = TensorDict(
+    {"x": torch.arange(4), "next": {"done": torch.ones(4, 1, dtype=torch.bool)}}, [4]
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -333,9 +413,12 @@ ROW_BYTES = 128
 
 
 def extend_quarter(rb: td.ReplayBuffer, generation: int, rows: int) -> None:
-    """Write a quarter of the rows (at first all of them) with the number of the generation."""
+    """Write a quarter of the rows (at first all of them) with the number of the
+    generation."""
     count = rows if generation == 0 else rows // 4
-    rb.extend(TensorDict({"x": torch.full((count, ROW_BYTES // 8), generation)}, [count]))
+    rb.extend(
+        TensorDict({"x": torch.full((count, ROW_BYTES // 8), generation)}, [count])
+    )
 
 
 def quarters(generation: int, rows: int) -> torch.Tensor:
@@ -345,11 +428,15 @@ def quarters(generation: int, rows: int) -> torch.Tensor:
     return numbers
 
 
-def killed_child(rb: td.ReplayBuffer, folder: Path, generation: int, rows: int, after: float) -> int:
-    """Let a child dump for ``after`` seconds, kill it, and return the last generation that it has announced."""
+def killed_child(
+    rb: td.ReplayBuffer, folder: Path, generation: int, rows: int, after: float
+) -> int:
+    """Let a child dump for ``after`` seconds, kill it, and return the last generation
+    that it has announced."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads, of which none is running
+        # Python 3.12 warns of forks beside threads, of which none is running
+        warnings.simplefilter("ignore")
         pid = os.fork()
     while pid == 0:
         generation += 1
@@ -366,10 +453,22 @@ def killed_child(rb: td.ReplayBuffer, folder: Path, generation: int, rows: int, 
 
 
 @pytest.mark.filterwarnings("ignore:this process was forked")
-@pytest.mark.parametrize(("kills", "megabytes"), [(8, 4), pytest.param(30, 25, marks=pytest.mark.slow)])
-def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(kills, megabytes, tmp_path):
-    rows, chance, generation = megabytes * 10**6 // ROW_BYTES // 4 * 4, random.Random(0), 3
-    rb = td.ReplayBuffer(storage=td.PackedStorage(rows), sampler=td.ProportionalSampler(rows), batch_size=4)
+@pytest.mark.parametrize(
+    ("kills", "megabytes"), [(8, 4), pytest.param(30, 25, marks=pytest.mark.slow)]
+)
+def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(
+    kills, megabytes, tmp_path
+):
+    rows, chance, generation = (
+        megabytes * 10**6 // ROW_BYTES // 4 * 4,
+        random.Random(0),
+        3,
+    )
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(rows),
+        sampler=td.ProportionalSampler(rows),
+        batch_size=4,
+    )
     for number in range(generation + 1):
         start = time.perf_counter()
         extend_quarter(rb, number, rows)

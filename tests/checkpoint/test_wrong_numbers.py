@@ -47,7 +47,9 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 def make(name: str, share_next: bool = False, count: int = 30) -> td.ReplayBuffer:
     generator = torch.Generator().manual_seed(0)
     storage = td.PackedStorage(T, share_next=["observation"] if share_next else False)
-    rb = td.ReplayBuffer(storage=storage, batch_size=8, generator=generator, **PARTS[name]())
+    rb = td.ReplayBuffer(
+        storage=storage, batch_size=8, generator=generator, **PARTS[name]()
+    )
     rows = transitions(count)
     rows["state_value"] = rows["next", "state_value"] = rows["next", "reward"].clone()
     rows["next", "observation"] = rows["observation"].roll(-1, 0)
@@ -60,7 +62,10 @@ def make(name: str, share_next: bool = False, count: int = 30) -> td.ReplayBuffe
 
 
 def flat(state: Any) -> list[Any]:
-    return [x.numpy().tobytes() if isinstance(x, Tensor) else x for x in tree_flatten(state)[0]]
+    return [
+        x.numpy().tobytes() if isinstance(x, Tensor) else x
+        for x in tree_flatten(state)[0]
+    ]
 
 
 NOT_A_COUNT = [-5, 10**12, 2.5, "one", None]
@@ -70,7 +75,13 @@ STORAGE: dict[str, list[Any]] = {
     "layout": [None, {}],
     "ring": [{}, 5],
     "ring.steps": [29, None, 1.0],
-    "ring.head": [None, lambda x: x[:-1], lambda x: x.float(), lambda x: x - 1, lambda x: x[[1, 0, 2]]],
+    "ring.head": [
+        None,
+        lambda x: x[:-1],
+        lambda x: x.float(),
+        lambda x: x - 1,
+        lambda x: x[[1, 0, 2]],
+    ],
     "ring.generations": [lambda x: torch.zeros(3), torch.zeros(2, dtype=torch.int64)],
 }
 SHARED: dict[str, list[Any]] = {
@@ -83,27 +94,45 @@ PRIORITIES: dict[str, list[Any]] = {
     "largest": [-0.5, float("inf"), float("nan"), None],
     "max_capacity": [T - 1, None],
     "weight_norm": ["other"],
-    "magnitude": [lambda x: x - 3, lambda x: x[:-1], lambda x: x.half(), lambda x: x / 0],
+    "magnitude": [
+        lambda x: x - 3,
+        lambda x: x[:-1],
+        lambda x: x.half(),
+        lambda x: x / 0,
+    ],
 }
-WRITER: dict[str, list[Any]] = {"_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:], "_write_count": [-5, 2.5, "one", 2**63]}
+WRITER: dict[str, list[Any]] = {
+    "_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:],
+    "_write_count": [-5, 2.5, "one", 2**63],
+}
 WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
     "uniform": {
         "_storage": STORAGE,
         "_writer": WRITER,
         "": {"_batch_size": [-1, 1.5], "_rng": [(Tensor(3), "cpu"), 3]},
     },
-    "proportional": {"_sampler": PRIORITIES | {"eps": [-1.0], "min_priority": [float("nan")]}},
+    "proportional": {
+        "_sampler": PRIORITIES | {"eps": [-1.0], "min_priority": [float("nan")]}
+    },
     "rank": {"_sampler": PRIORITIES},
     "minibatch": {
         "_sampler": {
-            "order": [lambda x: x + 1, lambda x: x * 0, lambda x: x[:-1], lambda x: x.float(), 5],
+            "order": [
+                lambda x: x + 1,
+                lambda x: x * 0,
+                lambda x: x[:-1],
+                lambda x: x.float(),
+                5,
+            ],
             "position": [-1, 31, None],
             "epoch": [-1, 3, None],
             "epochs": [0, None],
             "len_storage": [-1, 29, None],
         }
     },
-    "recency": {"_sampler": {"half_life": [0.0, float("nan"), None], "window": [0, "one"]}},
+    "recency": {
+        "_sampler": {"half_life": [0.0, float("nan"), None], "window": [0, "one"]}
+    },
     "fresh": {
         "_sampler": {
             "settings.fresh": [0, 1.5, None],
@@ -112,12 +141,27 @@ WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
         }
     },
     "n-step": {
-        "_sampler": {"settings.n_steps": [0, None], "settings.gamma": [1.5, None], "settings": [None, {"k": 1}]}
+        "_sampler": {
+            "settings.n_steps": [0, None],
+            "settings.gamma": [1.5, None],
+            "settings": [None, {"k": 1}],
+        }
     },
-    "hindsight": {"_sampler": {"settings.her_ratio": [1.5], "settings.future_gamma": [-1.0]}},
+    "hindsight": {
+        "_sampler": {"settings.her_ratio": [1.5], "settings.future_gamma": [-1.0]}
+    },
     "windows": {"_sampler": {"settings.eta": [2.0]}},
-    "reservoir": {"_writer": {"_write_count": [-1, 0.5, None], "following": [-1, 5], "threshold": [5, 2**62, None]}},
-    "rollout": {"_writer": WRITER | {"estimated_steps": [-1, None], "has_values": [3], "value_rows": [-1, None]}},
+    "reservoir": {
+        "_writer": {
+            "_write_count": [-1, 0.5, None],
+            "following": [-1, 5],
+            "threshold": [5, 2**62, None],
+        }
+    },
+    "rollout": {
+        "_writer": WRITER
+        | {"estimated_steps": [-1, None], "has_values": [3], "value_rows": [-1, None]}
+    },
     "queue": {"_writer": WRITER | {"taken": [-1, 31, None]}},
 }
 
@@ -152,7 +196,9 @@ def test_a_wrong_number_is_refused_and_changes_nothing(name):
     assert flat(rb.storage.state_dict()["rows"]) == flat(state["_storage"]["rows"])
 
 
-@pytest.mark.parametrize("wrong", [True, "x", [["x"]], [[[1], "x", "y"]], [[["x"], "y"]]])
+@pytest.mark.parametrize(
+    "wrong", [True, "x", [["x"]], [[[1], "x", "y"]], [[["x"], "y"]]]
+)
 def test_a_wrong_class_of_rows_is_refused_and_changes_nothing(wrong: object) -> None:
     rb, state = make("uniform"), make("uniform", count=20).state_dict()
     before, state["_storage"]["row_class"] = rb[:].clone(), wrong
@@ -162,7 +208,9 @@ def test_a_wrong_class_of_rows_is_refused_and_changes_nothing(wrong: object) -> 
 
 
 def test_wrong_entries_of_deduplicated_rows_are_refused():
-    state, rb = (make("uniform", share_next=True, count=count).storage for count in (30, 20))
+    state, rb = (
+        make("uniform", share_next=True, count=count).storage for count in (30, 20)
+    )
     state, before = state.state_dict(), flat(rb.state_dict())
     for path, values in SHARED.items():
         for wrong in values:
@@ -178,7 +226,9 @@ def test_a_damaged_or_foreign_dump_of_the_storage_is_refused(tmp_path):
     data = file.read_bytes()
     for wrong in (data[: len(data) // 2], b"", pickle.dumps(rb.storage, protocol=2)):
         file.write_bytes(wrong)
-        with pytest.raises(ValueError, match="is damaged, or no dump of a PackedStorage"):
+        with pytest.raises(
+            ValueError, match="is damaged, or no dump of a PackedStorage"
+        ):
             into.storage.loads(tmp_path)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"from_torchrl\(folder\) reads dumps"):
@@ -190,7 +240,9 @@ def test_a_damaged_or_foreign_dump_of_the_storage_is_refused(tmp_path):
     ("uniform", "_cursor"), ("uniform", "_write_count"), ("queue", "taken"), ("rollout", "estimated_steps"),
     ("reservoir", "following"),
 ])  # fmt: skip
-def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, key: str, tmp_path: Path) -> None:
+def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(
+    name: str, key: str, tmp_path: Path
+) -> None:
     writer, into = make(name).writer, make(name, count=20).writer
     writer.dumps(tmp_path)
     file, before = tmp_path / "writer.pt", into.state_dict()
@@ -202,17 +254,27 @@ def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, key: str, tm
         assert into.state_dict() == before
     torch.save(saved, file)
     into.loads(tmp_path)
-    assert into.state_dict() | {"_cursor": 0} == writer.state_dict() | {"_cursor": 0}  # the rows tell it
+    # the rows tell it
+    assert into.state_dict() | {"_cursor": 0} == writer.state_dict() | {"_cursor": 0}
 
 
 def test_damaged_numbers_of_episodes_are_refused_or_reach_no_other_memory():
     rb = make("n-step")
-    state, before = rb.storage.state_dict(), td.TrajectoryIndex(rb.storage).reach(torch.arange(30))
+    state, before = (
+        rb.storage.state_dict(),
+        td.TrajectoryIndex(rb.storage).reach(torch.arange(30)),
+    )
     saved = state["episodes"]
-    for name, wrong in {"back": saved["back"][:, 1:], "following": saved["following"].int(), "done_key": []}.items():
+    for name, wrong in {
+        "back": saved["back"][:, 1:],
+        "following": saved["following"].int(),
+        "done_key": [],
+    }.items():
         with pytest.raises(ValueError, match="saved"):
             rb.storage.load_state_dict(state | {"episodes": saved | {name: wrong}})
-    assert all(map(torch.equal, td.TrajectoryIndex(rb.storage).reach(torch.arange(30)), before))
+    assert all(
+        map(torch.equal, td.TrajectoryIndex(rb.storage).reach(torch.arange(30)), before)
+    )
     forged = {
         "back": torch.full_like(saved["back"], 2**31 - 1),
         "following": torch.full_like(saved["following"], 2**62),

@@ -22,21 +22,31 @@ from rlbuf_td.kernels import code_cache
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     loaded = dict(sys.modules)
-    for name in [name for name in loaded if name.startswith(("rlbuf_td.cli.", "rlbuf_td.diagnostics.plots"))]:
+    for name in [
+        name
+        for name in loaded
+        if name.startswith(("rlbuf_td.cli.", "rlbuf_td.diagnostics.plots"))
+    ]:
         parent, _, child = name.rpartition(".")
         if hasattr(loaded[parent], child):  # another import changes it, to be put back
             monkeypatch.setattr(loaded[parent], child, loaded[name])
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["demo"]) == 1
-    assert "'matplotlib.figure' is missing: pip install 'rlbuf_td[demo]'" in capsys.readouterr().err
+    assert (
+        "'matplotlib.figure' is missing: pip install 'rlbuf_td[demo]'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("play", "invalid choice: 'play'"),
-        ("demo --steps 1e30", "expected a whole number from 1 to 1,000,000,000,000,000, got 1e30"),
+        (
+            "demo --steps 1e30",
+            "expected a whole number from 1 to 1,000,000,000,000,000, got 1e30",
+        ),
         ("demo --env Nope", "--env Nope: Environment `Nope` doesn't exist"),
         ("demo --device nothing", "--device nothing: torch cannot use this device"),
         ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
@@ -45,7 +55,9 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
         ("doctor nowhere", "cannot examine nowhere"),
     ],
 )
-def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(arguments, message, capsys, tmp_path, monkeypatch):
+def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     try:
@@ -77,7 +89,9 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
 @pytest.mark.slow
 def test_output_may_be_cut_by_a_pipe():
     command = f"{shlex.quote(sys.executable)} -W ignore -m rlbuf_td info | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("rlbuf_td: ")
     assert done.stderr == ""
 
@@ -96,7 +110,13 @@ def test_info_needs_no_extra_and_no_compiler():
     without = "import sys; sys.modules.update(dict.fromkeys(['gymnasium', 'matplotlib', 'rich']));"
     code = f"{without} from rlbuf_td.__main__ import main; sys.exit(main(['info']))"
     variables = os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=variables,
+    )
     assert "compiled loops: off (NUMBA_DISABLE_JIT is set)" in done.stdout
     assert "cache folder: none" in done.stdout
 
@@ -121,7 +141,13 @@ def test_compile_compiles_every_loop_and_later_processes_compile_none(tmp_path):
     variables = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, env=variables)
+        return subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=variables,
+        )
 
     loops, *missing = run("-c", LOOPS).stdout.splitlines()[-1].split()
     assert int(loops) > 40
@@ -129,7 +155,11 @@ def test_compile_compiles_every_loop_and_later_processes_compile_none(tmp_path):
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
     done = run("-m", "rlbuf_td", "compile")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == files
-    assert re.search(rf"^{len(files)} compiled functions are in {tmp_path}", done.stdout, re.MULTILINE)
+    assert re.search(
+        rf"^{len(files)} compiled functions are in {tmp_path}",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert done.stderr == ""
 
 
@@ -147,7 +177,18 @@ def one_thread():
 @pytest.mark.slow
 def test_the_dqn_demo_learns_a_little_and_leaves_its_picture(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "rlbuf_td", "demo", "--steps", "1025", "--seed", "1", "--out", "run"],
+        [
+            sys.executable,
+            "-m",
+            "rlbuf_td",
+            "demo",
+            "--steps",
+            "1025",
+            "--seed",
+            "1",
+            "--out",
+            "run",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -165,6 +206,8 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_solves_cartpole(tmp_path, one_thread):
-    stats = demo.train("CartPole-v1", "proportional", demo.STEPS, 4, torch.device("cpu"), tmp_path)
+    stats = demo.train(
+        "CartPole-v1", "proportional", demo.STEPS, 4, torch.device("cpu"), tmp_path
+    )
     assert demo.mean_return(stats) >= 475
     assert stats.steps < demo.STEPS

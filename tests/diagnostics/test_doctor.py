@@ -1,4 +1,5 @@
-"""The doctor: a healthy buffer gives no finding, each fault that is planted into its rows gives its own."""
+"""The doctor: a healthy buffer gives no finding, each fault that is planted into its
+rows gives its own."""
 
 from __future__ import annotations
 
@@ -16,15 +17,29 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.data import Bounded, Composite
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
-from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    GymEnv,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+    VecNormV2,
+)
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer
 from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.doctor.record import bounds_of
 
-# -- a small world whose transitions are kept by hand: walks that end by falling off or by a time limit
+# -- a small world whose transitions are kept by hand: walks that end by falling off or
+# by a time limit
 
 Observe = Callable[[torch.Tensor], dict]
 
@@ -34,30 +49,58 @@ def vector(state: torch.Tensor) -> dict:
 
 
 def nested(state: torch.Tensor) -> dict:
-    image = (state.repeat(1, 48)[:, :144].view(-1, 1, 12, 12) * 40).round().clamp(-128, 127) + 128
+    image = (state.repeat(1, 48)[:, :144].view(-1, 1, 12, 12) * 40).round().clamp(
+        -128, 127
+    ) + 128
     return {
         "camera": {"pixels": image.to(torch.uint8)},
-        "body": {"speed": state.clone(), "cell": state[:, :1].round().long().clamp(-3, 3), "free": state > 0},
+        "body": {
+            "speed": state.clone(),
+            "cell": state[:, :1].round().long().clamp(-3, 3),
+            "free": state > 0,
+        },
     }
 
 
-def walk(steps: int, lanes: int = 1, *, observe: Observe = vector, seed: int = 0, limit: int = 25) -> TensorDict:
-    """Return ``[T, E]`` transitions, with true final observations, and every flag that TorchRL has."""
+def walk(
+    steps: int,
+    lanes: int = 1,
+    *,
+    observe: Observe = vector,
+    seed: int = 0,
+    limit: int = 25,
+) -> TensorDict:
+    """Return ``[T, E]`` transitions, with true final observations, and every flag that
+    TorchRL has."""
     generator = torch.Generator().manual_seed(seed)
     state, age = torch.zeros(lanes, 3), torch.zeros(lanes, dtype=torch.int64)
     rows = []
     for _ in range(steps):
         action = torch.randint(2, (lanes, 1), generator=generator)
-        drift = 0.15 * (2 * action - 1) + 0.1 * torch.randn(lanes, 3, generator=generator)
+        drift = 0.15 * (2 * action - 1) + 0.1 * torch.randn(
+            lanes, 3, generator=generator
+        )
         reached = state + drift
         terminated = reached.abs().amax(1, keepdim=True) > 1.0
         truncated = (age[:, None] + 1 >= limit) & ~terminated
         done = terminated | truncated
-        after = {"reward": torch.ones(lanes, 1), "done": done, "terminated": terminated, "truncated": truncated}
-        row = {"action": action, "done": torch.zeros_like(done), "next": observe(reached) | after}
+        after = {
+            "reward": torch.ones(lanes, 1),
+            "done": done,
+            "terminated": terminated,
+            "truncated": truncated,
+        }
+        row = {
+            "action": action,
+            "done": torch.zeros_like(done),
+            "next": observe(reached) | after,
+        }
         rows.append(TensorDict(observe(state) | row, [lanes]))
         fresh = 0.1 * torch.randn(lanes, 3, generator=generator)
-        state, age = torch.where(done, fresh, reached), torch.where(done[:, 0], 0, age + 1)
+        state, age = (
+            torch.where(done, fresh, reached),
+            torch.where(done[:, 0], 0, age + 1),
+        )
     return torch.stack(rows)
 
 
@@ -74,7 +117,9 @@ def flags(rows: TensorDict, **values: torch.Tensor) -> TensorDict:
 
 
 def shifted(by: int, *names: str) -> Fault:
-    return lambda rows: flags(rows, **{name: rows["next", name].roll(by, 0) for name in names})
+    return lambda rows: flags(
+        rows, **{name: rows["next", name].roll(by, 0) for name in names}
+    )
 
 
 def without_flags(rows: TensorDict) -> TensorDict:
@@ -82,16 +127,25 @@ def without_flags(rows: TensorDict) -> TensorDict:
 
 
 def same_step_autoreset(rows: TensorDict) -> TensorDict:
-    """Store as next observation what ``step`` returned: at an end, the first one of the next episode."""
-    following = rows.exclude("next", "action", "done", "collector").apply(lambda leaf: leaf.roll(-1, 0))
+    """Store as next observation what ``step`` returned: at an end, the first one of the
+    next episode."""
+    following = rows.exclude("next", "action", "done", "collector").apply(
+        lambda leaf: leaf.roll(-1, 0)
+    )
     ends = rows["next", "done"].squeeze(-1).clone()
     ends[-1] = False
-    rows["next"].update(torch.where(ends, following, rows["next"].select(*following.keys())))
+    rows["next"].update(
+        torch.where(ends, following, rows["next"].select(*following.keys()))
+    )
     return rows
 
 
 def time_limit_left_out(rows: TensorDict) -> TensorDict:
-    return flags(rows, done=rows["next", "terminated"], truncated=torch.zeros_like(rows["next", "done"]))
+    return flags(
+        rows,
+        done=rows["next", "terminated"],
+        truncated=torch.zeros_like(rows["next", "done"]),
+    )
 
 
 def next_step_autoreset(rows: TensorDict) -> TensorDict:
@@ -103,14 +157,17 @@ def next_step_autoreset(rows: TensorDict) -> TensorDict:
             reset = lane[t + 1].clone()
             reset.update(lane[t]["next"].exclude("reward", *FLAGS))
             reset["next"].update(lane[t + 1].exclude("next", "action", "done"))
-            reset["next"].update({name: torch.zeros(1, dtype=torch.bool) for name in FLAGS})
+            reset["next"].update(
+                {name: torch.zeros(1, dtype=torch.bool) for name in FLAGS}
+            )
             reset["next", "reward"] = torch.zeros(1)
             stored.append(reset)
     return torch.stack(stored)[:, None]
 
 
 def done_twice(rows: TensorDict) -> TensorDict:
-    """Set done one step before the end, too: the last step is then a trajectory of its own."""
+    """Set done one step before the end, too: the last step is then a trajectory of its
+    own."""
     done = rows["next", "done"]
     return flags(rows, done=done | done.roll(-1, 0))
 
@@ -137,12 +194,15 @@ def rows_shuffled(rows: TensorDict) -> TensorDict:
 def two_steps_ahead(rows: TensorDict) -> TensorDict:
     """Store a next observation that is none: of another scale."""
     seen = rows["next"].exclude("reward", *FLAGS)
-    rows["next"].update(seen.apply(lambda leaf: 3 * leaf + 1 if leaf.is_floating_point() else leaf))
+    rows["next"].update(
+        seen.apply(lambda leaf: 3 * leaf + 1 if leaf.is_floating_point() else leaf)
+    )
     return rows
 
 
 def one_array(rows: TensorDict) -> TensorDict:
-    """Store what is left of an observation after a step that writes the next one to the same array."""
+    """Store what is left of an observation after a step that writes the next one to the
+    same array."""
     rows.update(rows["next"].exclude("reward", *FLAGS))
     return rows
 
@@ -154,10 +214,22 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "all flags late": (shifted(1, *FLAGS), 0, "done-shifted"),
     "all flags early": (shifted(-1, *FLAGS), 0, "done-shifted"),
     "done never": (without_flags, 0, "done-never"),
-    "done always": (lambda rows: flags(rows, done=torch.ones_like(rows["next", "done"])), 0, "done-without-reset"),
+    "done always": (
+        lambda rows: flags(rows, done=torch.ones_like(rows["next", "done"])),
+        0,
+        "done-without-reset",
+    ),
     "time limit left out": (time_limit_left_out, 0, "reset-without-done"),
-    "terminated without done": (lambda rows: flags(rows, done=rows["next", "truncated"]), 0, "terminated-without-done"),
-    "truncated without done": (lambda rows: flags(rows, done=rows["next", "terminated"]), 0, "truncated-without-done"),
+    "terminated without done": (
+        lambda rows: flags(rows, done=rows["next", "truncated"]),
+        0,
+        "terminated-without-done",
+    ),
+    "truncated without done": (
+        lambda rows: flags(rows, done=rows["next", "terminated"]),
+        0,
+        "truncated-without-done",
+    ),
     "same-step autoreset": (same_step_autoreset, 0, "final-observation-lost"),
     "next-step autoreset": (next_step_autoreset, 1, "reset-row-stored"),
     "done twice": (done_twice, 0, "done-without-reset"),
@@ -173,7 +245,15 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
 # -- the order of rows
 
 OBSERVERS = {"vector": vector, "nested": nested}
-HOLDERS = ["rows", "packed", "packed ring", "torchrl", "torchrl ring", "unlike lanes", "unlike lanes, deduplicated"]
+HOLDERS = [
+    "rows",
+    "packed",
+    "packed ring",
+    "torchrl",
+    "torchrl ring",
+    "unlike lanes",
+    "unlike lanes, deduplicated",
+]
 
 
 @cache
@@ -186,29 +266,38 @@ def healthy(lanes: int, observer: str = "vector") -> TensorDict:
 
 
 def held(rows: TensorDict, holder: str) -> Any:
-    """Return rows ``[T, E]`` in a buffer; in a ring, the oldest fifth has been overwritten."""
+    """Return rows ``[T, E]`` in a buffer; in a ring, the oldest fifth has been
+    overwritten."""
     if rows.shape[1] == 1:
         rows = rows[:, 0]
     if holder == "rows":
         return rows
     if "unlike lanes" in holder:
-        return in_unlike_lanes(rows if rows.ndim > 1 else rows[:, None], "deduplicated" in holder)
+        return in_unlike_lanes(
+            rows if rows.ndim > 1 else rows[:, None], "deduplicated" in holder
+        )
     storage = PackedStorage if "packed" in holder else LazyTensorStorage
     steps = len(rows) * 4 // 5 if "ring" in holder else len(rows) + 7
     size = steps * rows.shape[1:].numel()
     buffer = ReplayBuffer if "packed" in holder else TensorDictReplayBuffer
     rb = buffer(storage=storage(size, ndim=rows.ndim), dim_extend=0)
-    for part in rows.split(min(97, steps)):  # of a longer write TorchRL keeps rows at random, each key for itself
+    # of a longer write TorchRL keeps rows at random, each key for itself
+    for part in rows.split(min(97, steps)):
         rb.extend(part)
     return rb
 
 
 def in_unlike_lanes(rows: TensorDict, share_next: bool = False) -> ReplayBuffer:
-    """Return rows ``[T, E]`` in lanes of a ring that hold fewer and fewer rows, the last one none; the first wraps."""
+    """Return rows ``[T, E]`` in lanes of a ring that hold fewer and fewer rows, the
+    last one none; the first wraps."""
     steps, lanes = len(rows) * 3 // 4, rows.shape[1] + 1
-    rb = ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2, lanes=lanes, share_next=share_next))
+    rb = ReplayBuffer(
+        storage=PackedStorage(steps * lanes, ndim=2, lanes=lanes, share_next=share_next)
+    )
     for lane in range(lanes - 1):
-        rb.extend(rows[: len(rows) * (lanes - 1 - lane) // (lanes - 1), lane], lanes=lane)
+        rb.extend(
+            rows[: len(rows) * (lanes - 1 - lane) // (lanes - 1), lane], lanes=lane
+        )
     return rb
 
 
@@ -220,20 +309,29 @@ def test_a_healthy_buffer_gives_no_finding(holder: str) -> None:
     assert "nothing found" in str(report)
 
 
-PLACES = [(1, "vector", "rows"), (3, "nested", "packed ring"), (3, "vector", "torchrl"), (1, "vector", "torchrl ring")]
+PLACES = [
+    (1, "vector", "rows"),
+    (3, "nested", "packed ring"),
+    (3, "vector", "torchrl"),
+    (1, "vector", "torchrl ring"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "lanes", "observer", "holder"),
     [(name, *PLACES[(j + k) % 4]) for j, name in enumerate(FAULTS) for k in (0, 1)],
 )
-def test_a_fault_gives_exactly_its_finding(name: str, lanes: int, observer: str, holder: str) -> None:
+def test_a_fault_gives_exactly_its_finding(
+    name: str, lanes: int, observer: str, holder: str
+) -> None:
     fault, needed, code = FAULTS[name]
     report = check(held(fault(healthy(needed or lanes, observer)), holder))
     assert report.codes == [code]
 
 
-@pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if lanes < 2])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, lanes, _) in FAULTS.items() if lanes < 2]
+)
 def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
     fault, lanes, code = FAULTS[name]
     report = check(held(fault(healthy(lanes or 3, "nested")), "unlike lanes"))
@@ -241,7 +339,9 @@ def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
     assert not report.skipped
 
 
-@pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes]
+)
 def test_a_fault_is_found_in_rows_with_trajectory_ids(name: str) -> None:
     fault, _, code = FAULTS[name]
     rows = healthy(2)
@@ -264,7 +364,11 @@ def test_a_finding_names_the_rows_at_fault() -> None:
     for name, named, words in (
         ("done late", [t + 1 for t in ends], "one step too late"),
         ("done early", [t - 1 for t in ends], "one step too early"),
-        ("time limit left out", rows["next", "truncated"].flatten().nonzero()[:, 0].tolist(), ""),
+        (
+            "time limit left out",
+            rows["next", "truncated"].flatten().nonzero()[:, 0].tolist(),
+            "",
+        ),
         ("next-step autoreset", [t + 1 + j for j, t in enumerate(ends)], ""),
     ):
         finding = check(FAULTS[name][0](rows.clone())[:, 0])[0]
@@ -272,20 +376,38 @@ def test_a_finding_names_the_rows_at_fault() -> None:
         assert words in finding.explanation
 
 
-def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them() -> None:
+def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them() -> (
+    None
+):
     rb = in_unlike_lanes(healthy(3))
-    at = [(t, e) for t in range(450) for e in range(4) if (t, e) in {(7, 0), (449, 0), (3, 1), (299, 1), (199, 2)}]
+    at = [
+        (t, e)
+        for t in range(450)
+        for e in range(4)
+        if (t, e) in {(7, 0), (449, 0), (3, 1), (299, 1), (199, 2)}
+    ]
     for t, e in at:
-        rb.set_at_(("next", "reward"), float("nan"), (torch.tensor([t]), torch.tensor([e])))
+        rb.set_at_(
+            ("next", "reward"), float("nan"), (torch.tensor([t]), torch.tensor([e]))
+        )
     (finding,) = check(rb)
-    assert (finding.code, finding.count, finding.of) == ("not-finite", 5, 450 + 400 + 200)
+    assert (finding.code, finding.count, finding.of) == (
+        "not-finite",
+        5,
+        450 + 400 + 200,
+    )
     assert sorted(finding.rows) == at
 
 
 def test_a_single_wrong_flag_among_thousands_is_found() -> None:
     rows = healthy(1)
-    (at,) = [t for t in range(100, 1_000) if not rows["next", "done"][t - 5 : t + 5].any()][:1]
-    for change, code in (("done", "done-without-reset"), ("terminated", "terminated-without-done")):
+    (at,) = [
+        t for t in range(100, 1_000) if not rows["next", "done"][t - 5 : t + 5].any()
+    ][:1]
+    for change, code in (
+        ("done", "done-without-reset"),
+        ("terminated", "terminated-without-done"),
+    ):
         bad = rows.clone()
         bad["next", change][at] = True
         (finding,) = check(bad[:, 0])
@@ -293,8 +415,14 @@ def test_a_single_wrong_flag_among_thousands_is_found() -> None:
 
 
 def endless(steps: int) -> TensorDict:
-    place, no = torch.arange(steps + 1.0).unsqueeze(-1), torch.zeros(steps, 1, dtype=torch.bool)
-    return TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [steps])
+    place, no = (
+        torch.arange(steps + 1.0).unsqueeze(-1),
+        torch.zeros(steps, 1, dtype=torch.bool),
+    )
+    return TensorDict(
+        {"observation": place[:-1], "next": {"observation": place[1:], "done": no}},
+        [steps],
+    )
 
 
 def test_a_lane_without_an_end_is_a_fault_only_if_it_is_long() -> None:
@@ -319,7 +447,10 @@ def test_games_that_often_end_with_the_first_step_are_no_fault() -> None:
     done = torch.rand(500, 1, generator=generator) < 0.7
     following = observation.roll(-1, 0)
     final = torch.where(done, torch.randn(500, 4, generator=generator), following)
-    rows = TensorDict({"observation": observation, "next": {"observation": final, "done": done}}, [500])
+    rows = TensorDict(
+        {"observation": observation, "next": {"observation": final, "done": done}},
+        [500],
+    )
     assert check(rows).healthy
 
 
@@ -330,17 +461,28 @@ def test_coincidences_beside_a_number_that_never_repeats_are_no_fault() -> None:
     place[4::4, 0] = place[3:-1:4, -1]  # some episodes begin where the one before ended
     done = (torch.arange(9) == 8).expand(60, -1).unsqueeze(-1)
     after = {"place": place[:, 1:], "battery": battery[:, 1:], "done": done}
-    rows = TensorDict({"place": place[:, :-1], "battery": battery[:, :-1], "next": after}, [60, 9])
+    rows = TensorDict(
+        {"place": place[:, :-1], "battery": battery[:, :-1], "next": after}, [60, 9]
+    )
     assert check(rows.flatten()).codes == []
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
+)
 def test_observations_of_a_few_small_numbers_are_told_apart(dtype: torch.dtype) -> None:
     seen = torch.cartesian_prod(*[torch.arange(3)] * 6).to(dtype)
     seen = seen[torch.randperm(3**6, generator=torch.Generator().manual_seed(0))]
-    rows = {"observation": seen[:-2], "next": {"observation": seen[2:], "done": torch.zeros(3**6 - 2, 1).bool()}}
+    rows = {
+        "observation": seen[:-2],
+        "next": {"observation": seen[2:], "done": torch.zeros(3**6 - 2, 1).bool()},
+    }
     finding = check(TensorDict(rows, [3**6 - 2]))[0]
-    assert (finding.code, finding.count, finding.of) == ("lanes-mixed", 3**6 - 3, 3**6 - 3)
+    assert (finding.code, finding.count, finding.of) == (
+        "lanes-mixed",
+        3**6 - 3,
+        3**6 - 3,
+    )
 
 
 def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
@@ -349,37 +491,60 @@ def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
     assert report.healthy
     assert any("next observations" in what for what in report.skipped)
     assert "not checked: next observations" in str(report)
-    assert check(rows.exclude("next", "done")).skipped[0].startswith("trajectories: neither done flags nor")
+    assert (
+        check(rows.exclude("next", "done"))
+        .skipped[0]
+        .startswith("trajectories: neither done flags nor")
+    )
     storage = PackedStorage(4)
-    storage.set(range(4), rows.flatten()[:40].reshape(4, 10))  # a collector's batch [E, T]
+    # a collector's batch [E, T]
+    storage.set(range(4), rows.flatten()[:40].reshape(4, 10))
     assert "ndim=2" in check(storage).skipped[0]
 
 
 def test_rows_without_an_order_of_time_are_not_checked_for_it() -> None:
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key"))
-    rb.extend(healthy(1)[:, 0].set("key", torch.rand(1_200, generator=torch.Generator().manual_seed(0))))
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key")
+    )
+    rb.extend(
+        healthy(1)[:, 0].set(
+            "key", torch.rand(1_200, generator=torch.Generator().manual_seed(0))
+        )
+    )
     report = check(rb)
     assert report.healthy
-    assert "the order of rows, which a TensorDictMaxValueWriter does not keep" in report.skipped
+    assert (
+        "the order of rows, which a TensorDictMaxValueWriter does not keep"
+        in report.skipped
+    )
 
 
 # -- buffers that TorchRL's collectors have filled, and loops
 
 
 def cartpole() -> EnvBase:
-    return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=30), RewardSum()))
+    return TransformedEnv(
+        GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=30), RewardSum())
+    )
 
 
 def normalised_pendulum() -> EnvBase:
-    return TransformedEnv(GymEnv("Pendulum-v1"), Compose(StepCounter(max_steps=40), VecNormV2(in_keys=["observation"])))
+    return TransformedEnv(
+        GymEnv("Pendulum-v1"),
+        Compose(StepCounter(max_steps=40), VecNormV2(in_keys=["observation"])),
+    )
 
 
 @cache
-def collected(make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings: Any) -> tuple[TensorDict, ...]:
+def collected(
+    make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings: Any
+) -> tuple[TensorDict, ...]:
     torch.manual_seed(0)
     env = SerialEnv(lanes, make) if lanes else make()
     env.set_seed(0)
-    collector = Collector(env, None, frames_per_batch=60, total_frames=frames, **settings)
+    collector = Collector(
+        env, None, frames_per_batch=60, total_frames=frames, **settings
+    )
     batches = tuple(data.clone() for data in collector)
     collector.shutdown()
     return batches
@@ -388,13 +553,27 @@ def collected(make: Callable[[], EnvBase], lanes: int, frames: int = 900, **sett
 @pytest.mark.parametrize(
     ("make", "lanes", "buffer", "settings"),
     [
-        (cartpole, 0, lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(600)), {}),
+        (
+            cartpole,
+            0,
+            lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(600)),
+            {},
+        ),
         (normalised_pendulum, 0, lambda: ReplayBuffer(storage=PackedStorage(600)), {}),
-        (cartpole, 3, lambda: ReplayBuffer(storage=PackedStorage(600, ndim=2)), {"reset_at_each_iter": True}),
+        (
+            cartpole,
+            3,
+            lambda: ReplayBuffer(storage=PackedStorage(600, ndim=2)),
+            {"reset_at_each_iter": True},
+        ),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
-def test_what_a_collector_fills_is_healthy(make: Any, lanes: int, buffer: Any, settings: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
+)
+def test_what_a_collector_fills_is_healthy(
+    make: Any, lanes: int, buffer: Any, settings: dict[str, Any]
+) -> None:
     rb = buffer()
     for data in collected(make, lanes, **settings):
         rb.extend(data.clone())
@@ -403,9 +582,13 @@ def test_what_a_collector_fills_is_healthy(make: Any, lanes: int, buffer: Any, s
     assert report.rows == len(rb)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
+)
 def test_rollouts_are_healthy() -> None:
-    network = TensorDictModule(lambda observation: observation[..., :1] * 0.5, ["observation"], ["state_value"])
+    network = TensorDictModule(
+        lambda observation: observation[..., :1] * 0.5, ["observation"], ["state_value"]
+    )
     rb = RolloutBuffer(20, 3, value_network=network)
     for data in collected(cartpole, 3)[:3]:
         rb.extend(data.clone())
@@ -427,22 +610,38 @@ def rows() -> TensorDict:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("observation", float("nan")), (("next", "observation"), float("inf")), (("next", "reward"), float("-inf"))],
+    [
+        ("observation", float("nan")),
+        (("next", "observation"), float("inf")),
+        (("next", "reward"), float("-inf")),
+    ],
 )
-def test_a_value_that_is_not_finite_is_found_once(rows: TensorDict, key: Any, value: float) -> None:
+def test_a_value_that_is_not_finite_is_found_once(
+    rows: TensorDict, key: Any, value: float
+) -> None:
     for t in (7, 700, 701):
         rows[key][t, 0] = value
     (finding,) = check(rows)
-    assert (finding.code, finding.rows, finding.count, finding.of) == ("not-finite", (7, 700, 701), 3, 1_200)
+    assert (finding.code, finding.rows, finding.count, finding.of) == (
+        "not-finite",
+        (7, 700, 701),
+        3,
+        1_200,
+    )
     assert finding.key == ((key,) if isinstance(key, str) else key)
 
 
-def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(rows: TensorDict) -> None:
+def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(
+    rows: TensorDict,
+) -> None:
     rows["action"] = rows["action"].float()
-    rows["logits"] = torch.full((1_200, 2), float("-inf"))  # of actions that a mask excludes
+    # of actions that a mask excludes
+    rows["logits"] = torch.full((1_200, 2), float("-inf"))
     assert check(rows).codes == []
     rows["action"][3] = float("nan")
-    assert [(each.code, each.key) for each in check(rows)] == [("not-finite", ("action",))]
+    assert [(each.code, each.key) for each in check(rows)] == [
+        ("not-finite", ("action",))
+    ]
 
 
 def test_a_report_names_five_rows_and_the_gravest_finding_first(rows):
@@ -456,12 +655,25 @@ def test_a_report_names_five_rows_and_the_gravest_finding_first(rows):
     assert check(rows, ignore=["not-finite", "done-shifted"]).healthy
 
 
-BOX = Box(np.array([-9.0, -9.0, -np.inf], np.float32), np.array([9.0, 9.0, np.inf], np.float32))
-SPEC = Composite(observation=Bounded(torch.tensor([-9.0, -9.0, -99.0]), torch.tensor([9.0, 9.0, 99.0])))
+BOX = Box(
+    np.array([-9.0, -9.0, -np.inf], np.float32),
+    np.array([9.0, 9.0, np.inf], np.float32),
+)
+SPEC = Composite(
+    observation=Bounded(
+        torch.tensor([-9.0, -9.0, -99.0]), torch.tensor([9.0, 9.0, 99.0])
+    )
+)
 
 
-@pytest.mark.parametrize("space", [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]], ids=["Box", "Dict", "C", ""])
-def test_an_observation_out_of_its_bounds_is_found(rows: TensorDict, space: Any) -> None:
+@pytest.mark.parametrize(
+    "space",
+    [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]],
+    ids=["Box", "Dict", "C", ""],
+)
+def test_an_observation_out_of_its_bounds_is_found(
+    rows: TensorDict, space: Any
+) -> None:
     assert check(rows, space=space).codes == []
     rows["observation"][33, 1] = 9.5
     rows["next", "observation"][32, 1] = 9.5
@@ -469,29 +681,49 @@ def test_an_observation_out_of_its_bounds_is_found(rows: TensorDict, space: Any)
     assert found == {("observation",): (33,), ("next", "observation"): (32,)}
 
 
-def test_bounds_are_those_of_the_parts_of_a_space_or_of_one_of_several_environments() -> None:
-    space = Dict(camera=Dict(pixels=Box(100, 255, (1, 12, 12), np.uint8)), body=Dict(speed=Box(-9, 9, (3,))))
+def test_bounds_are_those_of_the_parts_of_a_space_or_of_one_of_several_environments() -> (
+    None
+):
+    space = Dict(
+        camera=Dict(pixels=Box(100, 255, (1, 12, 12), np.uint8)),
+        body=Dict(speed=Box(-9, 9, (3,))),
+    )
     found = check(walk(1_200, observe=nested)[:, 0], space=space)
-    assert {each.key for each in found} == {("camera", "pixels"), ("next", "camera", "pixels")}
-    makers = gymnasium.make_vec("CartPole-v1", 2), gymnasium.make("CartPole-v1"), GymEnv("CartPole-v1")
+    assert {each.key for each in found} == {
+        ("camera", "pixels"),
+        ("next", "camera", "pixels"),
+    }
+    makers = (
+        gymnasium.make_vec("CartPole-v1", 2),
+        gymnasium.make("CartPole-v1"),
+        GymEnv("CartPole-v1"),
+    )
     for env in (*makers, SerialEnv(2, lambda: GymEnv("CartPole-v1"))):
         assert bounds_of(env)[("observation",)][1][0] == pytest.approx(4.8)
-    with pytest.raises(TypeError, match=r"must be a Gymnasium space, a TorchRL spec .* got int"):
+    with pytest.raises(
+        TypeError, match=r"must be a Gymnasium space, a TorchRL spec .* got int"
+    ):
         bounds_of(3)
 
 
-def test_entries_of_float64_are_found_once_and_the_environment_is_taken_by_name(rows: TensorDict) -> None:
+def test_entries_of_float64_are_found_once_and_the_environment_is_taken_by_name(
+    rows: TensorDict,
+) -> None:
     for key in ("observation", ("next", "observation")):
         rows[key] = rows[key].double()
     (found,) = check(rows)
     assert (found.code, found.count) == ("float64", 1_200)
     assert "'observation', ('next', 'observation'): float64" in found.explanation
-    wrapped = gymnasium.wrappers.DtypeObservation(gymnasium.make("CartPole-v1"), np.float32)
+    wrapped = gymnasium.wrappers.DtypeObservation(
+        gymnasium.make("CartPole-v1"), np.float32
+    )
     assert wrapped.reset()[0].dtype == np.float32
     cart = torch.zeros(3, 4)
     cart[1] = 100.0
     for env in ("CartPole-v1", wrapped):
-        assert check(TensorDict({"observation": cart}, [3]), space=env).codes == ["out-of-bounds"]
+        assert check(TensorDict({"observation": cart}, [3]), space=env).codes == [
+            "out-of-bounds"
+        ]
     with pytest.raises(ValueError, match="CartPole"):
         check(rows, space="CartPole-v17")
 
@@ -503,7 +735,9 @@ def test_a_check_changes_nothing(rows: TensorDict) -> None:
     attached = list(rb.storage._attached_entities)
     generator = torch.random.get_rng_state()
     check(rb)
-    assert torch.equal(rb.storage.rows.matrix.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(
+        rb.storage.rows.matrix.view(torch.uint8), before.view(torch.uint8)
+    )
     assert list(rb.storage._attached_entities) == attached
     assert torch.equal(torch.random.get_rng_state(), generator)
 
@@ -519,13 +753,16 @@ def saved(folder: Path, fault: str | None = None, *, lanes: int = 1) -> Path:
     return folder
 
 
-def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(tmp_path, capsys):
+def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(
+    tmp_path, capsys
+):
     path = str(saved(tmp_path / "dump"))
     lanes = check(saved(tmp_path / "lanes", lanes=2))
     assert (lanes.codes, lanes.rows) == ([], 640)
     assert main(["doctor", path]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: 320 rows read: nothing found")
-    assert main(["doctor", path, "--env", "Pendulum-v1"]) == 1  # |cos| and |sin| are at most 1, these walks go further
+    # |cos| and |sin| are at most 1, these walks go further
+    assert main(["doctor", path, "--env", "Pendulum-v1"]) == 1
     assert "out-of-bounds: ('next', 'observation')" in capsys.readouterr().out
     assert main(["doctor", path, "--env", "NoSuchPole-v1"]) == 2
     assert main(["doctor", path, "--ignore", "speed"]) == 2

@@ -1,4 +1,5 @@
-"""Statistics of episodes, against an oracle that keeps every step of every trajectory in a list."""
+"""Statistics of episodes, against an oracle that keeps every step of every trajectory
+in a list."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import PrioritizedSampler
 
-from rlbuf_td import EpisodeStats, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
+from rlbuf_td import (
+    EpisodeStats,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    UniformSampler,
+)
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]
@@ -40,7 +48,10 @@ class Oracle:
                 "speed": sum(each["speed"] for each in steps) / len(steps),
                 "fuel": sum(each["fuel"] for each in steps),
                 "height": steps[-1]["height"],
-                **{f"done_{name}": steps[-1][name] for name in ("terminated", "truncated", "success")},
+                **{
+                    f"done_{name}": steps[-1][name]
+                    for name in ("terminated", "truncated", "success")
+                },
             }
         )
 
@@ -54,25 +65,34 @@ class Oracle:
             out |= {f"{name}_mean": fmean(xs), f"{name}_std": pstdev(xs)}
             out |= {f"{name}_min": min(xs), f"{name}_max": max(xs)}
         for name in ("terminated", "truncated", "success"):
-            out[f"done_{name}_rate"] = sum(each[f"done_{name}"] for each in last) / len(last)
+            out[f"done_{name}_rate"] = sum(each[f"done_{name}"] for each in last) / len(
+                last
+            )
         return {f"eval/{name}": value for name, value in out.items()}
 
 
 def play(lanes: int, steps: int, seed: int, *, ids: bool = False) -> TensorDict:
-    """Return ``[E, T]`` steps whose episodes end at random; the numbers are exact in float32."""
+    """Return ``[E, T]`` steps whose episodes end at random; the numbers are exact in
+    float32."""
     g = torch.Generator().manual_seed(seed)
     shape = (lanes, steps)
 
     def number() -> torch.Tensor:
         return torch.randint(-64, 64, (*shape, 1), generator=g) / 8.0
 
-    terminated, truncated = (torch.rand(*shape, 1, generator=g) < 0.15 for _ in range(2))
+    terminated, truncated = (
+        torch.rand(*shape, 1, generator=g) < 0.15 for _ in range(2)
+    )
     done = terminated | truncated
     data = TensorDict(
         {
             "height": number().squeeze(-1).double(),
             "next": {
-                **{"reward": number(), "fuel": torch.randint(0, 9, shape, generator=g), "speed": number()},
+                **{
+                    "reward": number(),
+                    "fuel": torch.randint(0, 9, shape, generator=g),
+                    "speed": number(),
+                },
                 **{"done": done, "terminated": terminated, "truncated": truncated},
                 "success": torch.rand(shape, generator=g) < 0.5,
             },
@@ -86,18 +106,33 @@ def play(lanes: int, steps: int, seed: int, *, ids: bool = False) -> TensorDict:
 
 
 def tell(oracle: Oracle, row: TensorDict, trajectory: Any) -> None:
-    step = {name: float(row["next", name]) for name in ("reward", "speed", "fuel", "done", "terminated", "truncated")}
-    oracle.step(trajectory, step | {"height": float(row["height"]), "success": float(row["next", "success"])})
+    step = {
+        name: float(row["next", name])
+        for name in ("reward", "speed", "fuel", "done", "terminated", "truncated")
+    }
+    oracle.step(
+        trajectory,
+        step
+        | {"height": float(row["height"]), "success": float(row["next", "success"])},
+    )
 
 
 def tell_all(oracle: Oracle, data: TensorDict) -> None:
     for t in range(data.shape[1]):
         for lane, row in enumerate(data[:, t]):
-            tell(oracle, row, int(row["collector", "traj_ids"]) if "collector" in row.keys() else lane)
+            tell(
+                oracle,
+                row,
+                int(row["collector", "traj_ids"])
+                if "collector" in row.keys()
+                else lane,
+            )
 
 
 def make(window: int, history: int = 10_000) -> tuple[EpisodeStats, Oracle]:
-    return EpisodeStats(KEYS, window, "eval", reasons=REASONS, history=history), Oracle(window)
+    return EpisodeStats(KEYS, window, "eval", reasons=REASONS, history=history), Oracle(
+        window
+    )
 
 
 def agree(stats: EpisodeStats, oracle: Oracle) -> None:
@@ -113,7 +148,9 @@ def agree(stats: EpisodeStats, oracle: Oracle) -> None:
 @given(
     lanes=st.integers(1, 5),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    form=st.sampled_from(["lanes, time", "time, lanes", "step by step", "flattened", "workers in turn"]),
+    form=st.sampled_from(
+        ["lanes, time", "time, lanes", "step by step", "flattened", "workers in turn"]
+    ),
     window=st.integers(1, 12),
     seed=st.integers(0, 1000),
 )
@@ -122,7 +159,8 @@ def test_in_lockstep_with_a_list_of_every_step(lanes, cuts, form, window, seed):
     data = play(lanes, sum(cuts), seed, ids=form in ("flattened", "workers in turn"))
     for part in data.split(cuts, dim=1):
         steps = part.shape[1]
-        if "collector" in data.keys():  # lane after lane, as one sequence or from a worker for each lane
+        # lane after lane, as one sequence or from a worker for each lane
+        if "collector" in data.keys():
             for piece in [part.reshape(-1)] if form == "flattened" else part.split(1):
                 stats.update(piece)
             for row in part.reshape(-1):
@@ -181,7 +219,8 @@ OTHER = True, torch.float64, lambda: ProportionalSampler(120)
 
 
 @pytest.mark.parametrize(
-    ("form", "ids", "kind", "sampler"), [(form, *given) for form in FORMS for given in (PLAIN, OTHER)]
+    ("form", "ids", "kind", "sampler"),
+    [(form, *given) for form in FORMS for given in (PLAIN, OTHER)],
 )
 def test_compiled_writes_count_the_same_steps_as_update(form, ids, kind, sampler):
     lanes = 3 if "E" in form else 1
@@ -190,15 +229,28 @@ def test_compiled_writes_count_the_same_steps_as_update(form, ids, kind, sampler
         data[key] = data[key].to(kind)
     storage = PackedStorage(120, ndim=1 + ("E" in form))  # the ring wraps
     stats, by_hand = make(20)[0], make(20)[0]
-    rb = ReplayBuffer(storage=storage, sampler=sampler(), stats=stats, dim_extend=0 if form == "[T, E]" else None)
+    rb = ReplayBuffer(
+        storage=storage,
+        sampler=sampler(),
+        stats=stats,
+        dim_extend=0 if form == "[T, E]" else None,
+    )
     if form == "[n, 1]":  # rows of one step each, by the batch size
         rb.storage.reserve(data[:, 0])
     single = "add" in form
     for part in data.split(1 if single else 8, dim=1):
-        given = part.transpose(0, 1).contiguous() if form in ("[T, E]", "[n, 1]") else part if "E" in form else part[0]
+        given = (
+            part.transpose(0, 1).contiguous()
+            if form in ("[T, E]", "[n, 1]")
+            else part
+            if "E" in form
+            else part[0]
+        )
         given = given.squeeze(-1) if single else given
         rb.add(given) if single else rb.extend(given)
-        by_hand.update(given, time_dim=None if single else 0 if form == "[T, E]" else -1)
+        by_hand.update(
+            given, time_dim=None if single else 0 if form == "[T, E]" else -1
+        )
     assert rb.compiled.startswith("add, extend")
     assert stats.episodes > 20
     mine, other = stats.state_dict(), by_hand.state_dict()
@@ -206,7 +258,10 @@ def test_compiled_writes_count_the_same_steps_as_update(form, ids, kind, sampler
 
 
 def test_statistics_that_replace_others_count_the_next_writes():
-    data, rb = play(1, 40, 6)[0].exclude(("next", "fuel")), ReplayBuffer(storage=PackedStorage(100))
+    data, rb = (
+        play(1, 40, 6)[0].exclude(("next", "fuel")),
+        ReplayBuffer(storage=PackedStorage(100)),
+    )
     rb.extend(data[:10])
     for _ in range(2):
         rb.episode_stats = EpisodeStats()
@@ -225,7 +280,10 @@ def test_a_listener_that_writes_again_leaves_the_counted_steps_as_they_are():
                 rb.extend(data)
 
     first, second, echo = play(1, 10, 6)[0], play(1, 30, 7)[0], Echo()
-    rb, alone = ReplayBuffer(storage=PackedStorage(100), sampler=echo, stats=EpisodeStats()), EpisodeStats()
+    rb, alone = (
+        ReplayBuffer(storage=PackedStorage(100), sampler=echo, stats=EpisodeStats()),
+        EpisodeStats(),
+    )
     for data in (first, first, second):
         alone.update(data)
     rb.extend(first)
@@ -239,10 +297,14 @@ def test_a_listener_that_writes_again_leaves_the_counted_steps_as_they_are():
 def test_torchrls_own_parts_and_rollouts_are_counted_once():
     data = play(4, 16, 4)
     data["state_value"] = data["next", "state_value"] = torch.zeros(4, 16, 1)
-    critic = TensorDictModule(lambda x: torch.zeros(*x.shape, 1), in_keys=["height"], out_keys=["state_value"])
+    critic = TensorDictModule(
+        lambda x: torch.zeros(*x.shape, 1), in_keys=["height"], out_keys=["state_value"]
+    )
     rollout = RolloutBuffer(16, 4, stats=EpisodeStats(), value_network=critic)
     sampler = PrioritizedSampler(64, 0.6, 0.4)
-    prioritized = ReplayBuffer(storage=PackedStorage(64), sampler=sampler, stats=EpisodeStats())
+    prioritized = ReplayBuffer(
+        storage=PackedStorage(64), sampler=sampler, stats=EpisodeStats()
+    )
     for rb, written in ((rollout, data), (prioritized, data[0])):
         by_hand = EpisodeStats()
         by_hand.update(written)
@@ -251,7 +313,9 @@ def test_torchrls_own_parts_and_rollouts_are_counted_once():
         assert rb.episode_stats.summary() == by_hand.summary()
 
 
-@pytest.mark.parametrize("missing", [("done",), ("terminated",), ("truncated",), ("done", "truncated")])
+@pytest.mark.parametrize(
+    "missing", [("done",), ("terminated",), ("truncated",), ("done", "truncated")]
+)
 def test_a_flag_that_is_missing_follows_from_the_others(missing):
     data = play(2, 40, 9)
     data["next", "truncated"] &= ~data["next", "terminated"]
@@ -269,7 +333,11 @@ def test_a_flag_that_is_missing_follows_from_the_others(missing):
 def test_numbers_of_any_dtype_are_exact():
     big = 2**40 + 1
     stats = EpisodeStats([("next", "count")])
-    step = {"reward": torch.tensor([1, 2]), "count": torch.tensor([big, 1]), "done": torch.tensor([False, True])}
+    step = {
+        "reward": torch.tensor([1, 2]),
+        "count": torch.tensor([big, 1]),
+        "done": torch.tensor([False, True]),
+    }
     stats.update(TensorDict({"next": step}, [2]))
     assert stats.summary()["train/count_mean"] == big + 1
     assert stats.summary()["train/return_mean"] == 3.0
@@ -277,7 +345,13 @@ def test_numbers_of_any_dtype_are_exact():
 
 def test_a_lazily_negated_reward_counts_with_its_sign():
     stats = EpisodeStats()
-    reward = torch.complex(torch.zeros(1, 1), torch.full((1, 1), -2.0)).conj().imag  # 2, stored as -2
-    stats.update(TensorDict({"next": {"reward": reward, "done": torch.ones(1, 1, dtype=torch.bool)}}, [1]))
+    # 2, stored as -2
+    reward = torch.complex(torch.zeros(1, 1), torch.full((1, 1), -2.0)).conj().imag
+    stats.update(
+        TensorDict(
+            {"next": {"reward": reward, "done": torch.ones(1, 1, dtype=torch.bool)}},
+            [1],
+        )
+    )
     assert reward.is_neg()
     assert stats.summary()["train/return_mean"] == 2.0

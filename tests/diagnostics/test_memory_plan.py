@@ -1,4 +1,5 @@
-"""What a plan says is what a buffer takes, byte for byte; and it says where there is room."""
+"""What a plan says is what a buffer takes, byte for byte; and it says where there is
+room."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictReplayBuffer,
+)
 from torchrl.envs import GymEnv, SerialEnv
 
 import rlbuf_td as td
@@ -24,7 +29,10 @@ GIB = 1 << 30
 
 
 def taken(tensors: Any) -> int:
-    blocks = {block.data_ptr(): block.nbytes() for block in (tensor.untyped_storage() for tensor in tensors)}
+    blocks = {
+        block.data_ptr(): block.nbytes()
+        for block in (tensor.untyped_storage() for tensor in tensors)
+    }
     return sum(blocks.values())
 
 
@@ -36,18 +44,26 @@ def state_of(sampler: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize("schema", [each for each in SCHEMAS.values() if not each.element], ids=str)
+@pytest.mark.parametrize(
+    "schema", [each for each in SCHEMAS.values() if not each.element], ids=str
+)
 def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
     lanes = (3,)
     example = transitions(schema, None, lanes)
     needed = td.plan(example, 100)
     storage = td.PackedStorage(100, ndim=1 + len(lanes))
     storage.set([0], transitions(schema, 1, lanes))
-    assert (needed.capacity, needed.row_bytes, needed.rows) == (storage.max_size, storage.row_bytes, storage.nbytes)
+    assert (needed.capacity, needed.row_bytes, needed.rows) == (
+        storage.max_size,
+        storage.row_bytes,
+        storage.nbytes,
+    )
     assert needed.rows == taken([storage.rows.matrix])  # pyrefly: ignore [missing-attribute]
     steps = storage._max_size_along_dim0()
     expected = {
-        show_key((key,) if isinstance(key, str) else key): steps * leaf.numel() * leaf.element_size()
+        show_key((key,) if isinstance(key, str) else key): steps
+        * leaf.numel()
+        * leaf.element_size()
         for key, leaf in storage[0].items(include_nested=True, leaves_only=True)
     }
     assert needed.keys == expected
@@ -55,23 +71,35 @@ def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 9, 4_097])
-@pytest.mark.parametrize(("name", "kind"), [("proportional", td.ProportionalSampler), ("rank", td.RankSampler)])
-def test_priorities_are_planned_byte_for_byte(name: str, kind: Any, capacity: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("proportional", td.ProportionalSampler), ("rank", td.RankSampler)],
+)
+def test_priorities_are_planned_byte_for_byte(
+    name: str, kind: Any, capacity: int
+) -> None:
     sampler = kind(capacity)
-    assert {priority_bytes(way, capacity) for way in (kind, sampler, name)} == {state_of(sampler)}
+    assert {priority_bytes(way, capacity) for way in (kind, sampler, name)} == {
+        state_of(sampler)
+    }
 
 
 def test_samplers_of_others_are_planned_too() -> None:
-    assert priority_bytes(td.UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
-    assert priority_bytes(td.MinibatchSampler(), 1_000) == 8_000
-    assert priority_bytes(td.NStepSampler(td.ProportionalSampler(10), 2, 0.9), 10) == td.ProportionalSampler.nbytes_for(
-        10
+    assert (
+        priority_bytes(td.UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
     )
-    assert priority_bytes(PrioritizedSampler, 1_000) == 2 * 2 * 1024 * 4  # two trees of float32
+    assert priority_bytes(td.MinibatchSampler(), 1_000) == 8_000
+    assert priority_bytes(
+        td.NStepSampler(td.ProportionalSampler(10), 2, 0.9), 10
+    ) == td.ProportionalSampler.nbytes_for(10)
+    # two trees of float32
+    assert priority_bytes(PrioritizedSampler, 1_000) == 2 * 2 * 1024 * 4
 
 
 @pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
-def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[int, ...]) -> None:
+def test_the_trajectory_index_is_planned_byte_for_byte(
+    ndim: int, lanes: tuple[int, ...]
+) -> None:
     rb = td.ReplayBuffer(storage=td.PackedStorage(10_000, ndim=ndim), dim_extend=0)
     index = TrajectoryIndex(rb.storage)
     rb.extend(transitions(SCHEMAS["halfcheetah"], 5, lanes))
@@ -80,10 +108,13 @@ def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[i
     assert needed.trajectories == index.nbytes > 0
     assert needed.total == needed.rows + needed.priorities + needed.trajectories
     assert td.plan(TensorDict({"x": torch.zeros(3)}), 100).trajectories == 0
-    assert td.plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102  # whole time steps
+    # whole time steps
+    assert td.plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102
 
 
-def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_path: Path) -> None:
+def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(
+    tmp_path: Path,
+) -> None:
     storage = td.PackedStorage(1_000, scratch_dir=tmp_path / "rows")
     rb = td.ReplayBuffer(storage=storage, sampler=td.RankSampler(1_000))
     rb.extend(transitions(SCHEMAS["vector"], 3))
@@ -93,19 +124,34 @@ def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_pat
     assert needed.place.place.startswith(f"disk ({tmp_path}")
     assert td.plan(rb, 2_000, sampler="uniform").priorities == 0
     assert td.plan(storage, 2_000).rows == 2 * storage.nbytes
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(100))  # as if it were packed
+    # as if it were packed
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(100))
     theirs.extend(transitions(SCHEMAS["vector"], 3))
-    assert {*td.plan(transitions(SCHEMAS["vector"], None), 100).keys} <= {*td.plan(theirs).keys}
+    assert {*td.plan(transitions(SCHEMAS["vector"], None), 100).keys} <= {
+        *td.plan(theirs).keys
+    }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
+)
 @pytest.mark.parametrize(("library", "num_envs"), [("torchrl", 3), ("gymnasium", 0)])
-def test_an_environment_is_planned_as_the_buffer_made_from_it(library: str, num_envs: int) -> None:
+def test_an_environment_is_planned_as_the_buffer_made_from_it(
+    library: str, num_envs: int
+) -> None:
     env: Any
     if library == "torchrl":
-        env = SerialEnv(3, lambda: GymEnv("CartPole-v1")) if num_envs else GymEnv("CartPole-v1")
+        env = (
+            SerialEnv(3, lambda: GymEnv("CartPole-v1"))
+            if num_envs
+            else GymEnv("CartPole-v1")
+        )
     else:
-        env = gymnasium.make_vec("CartPole-v1", num_envs) if num_envs else gymnasium.make("CartPole-v1")
+        env = (
+            gymnasium.make_vec("CartPole-v1", num_envs)
+            if num_envs
+            else gymnasium.make("CartPole-v1")
+        )
     needed = td.plan(env, 1_000, sampler="proportional")
     rb = td.ReplayBuffer.from_env(env, 1_000, sampler=td.ProportionalSampler(1_000 + 2))
     assert (needed.capacity, needed.rows) == (rb.storage.max_size, rb.storage.nbytes)
@@ -115,37 +161,69 @@ def test_an_environment_is_planned_as_the_buffer_made_from_it(library: str, num_
 
 
 def planned(
-    monkeypatch: pytest.MonkeyPatch, capacity: int = 1_000_000, *, memory: Any, disk: Any, **settings: Any
+    monkeypatch: pytest.MonkeyPatch,
+    capacity: int = 1_000_000,
+    *,
+    memory: Any,
+    disk: Any,
+    **settings: Any,
 ) -> MemoryPlan:
     """Plan 1,000,000 rows of about 11.7 GiB on a machine with so much room."""
     rooms = Room("RAM", memory, memory and 2 * memory), Room("disk (here)", disk, disk)
-    monkeypatch.setattr(planning, "room_for", lambda _, scratch_dir=None, **__: rooms[scratch_dir is not None])
+    monkeypatch.setattr(
+        planning,
+        "room_for",
+        lambda _, scratch_dir=None, **__: rooms[scratch_dir is not None],
+    )
     example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
     return td.plan(example, capacity, **settings)
 
 
-def test_what_fits_needs_no_remedy_and_every_part_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_needs_no_remedy_and_every_part_has_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     needed = planned(monkeypatch, memory=20 * GIB, disk=0, sampler="rank")
     text = str(needed)
     assert (needed.fits, needed.remedy) == (True, "")
     assert "\n20.0 GiB of RAM are free (40.0 GiB in all): fits" in text
-    for name in ("'pixels'", "'small'", "padding", "rows", "priorities", "trajectory index", "total"):
+    for name in (
+        "'pixels'",
+        "'small'",
+        "padding",
+        "rows",
+        "priorities",
+        "trajectory index",
+        "total",
+    ):
         assert f"\n  {name}" in text
     unknown = planned(monkeypatch, memory=None, disk=None)
     assert (unknown.fits, unknown.most_rows) == (True, None)
     assert "RAM of unknown size: fits" in str(unknown)
 
 
-def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_told_with_every_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     needed = planned(monkeypatch, memory=GIB, disk=20 * GIB, sampler="proportional")
     assert not needed.fits
     smaller, elsewhere, images = needed.remedy.splitlines()
     assert smaller == f"use a capacity of at most {needed.most_rows:,}"
     assert "scratch_dir=" in elsewhere
     assert "'pixels' is 99% of them; images stored as uint8 take 25%" in images
-    for memory, fits in ((GIB, True), (1 << 20, False)):  # priorities of rows on a disk are in memory
-        on_disk = planned(monkeypatch, memory=memory, disk=20 * GIB, scratch_dir="x", sampler="rank")
+    # priorities of rows on a disk are in memory
+    for memory, fits in ((GIB, True), (1 << 20, False)):
+        on_disk = planned(
+            monkeypatch, memory=memory, disk=20 * GIB, scratch_dir="x", sampler="rank"
+        )
         assert on_disk.fits is fits
     assert needed.most_rows is not None
-    for capacity, fits in ((needed.most_rows - 64, True), (int(1.1 * needed.most_rows), False)):
-        assert planned(monkeypatch, capacity, memory=GIB, disk=0, sampler="proportional").fits is fits
+    for capacity, fits in (
+        (needed.most_rows - 64, True),
+        (int(1.1 * needed.most_rows), False),
+    ):
+        assert (
+            planned(
+                monkeypatch, capacity, memory=GIB, disk=0, sampler="proportional"
+            ).fits
+            is fits
+        )

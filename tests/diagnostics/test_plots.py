@@ -11,21 +11,33 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 import rlbuf_td as td
-from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_trajectory
+from rlbuf_td.diagnostics.plots import (
+    plot_advantages,
+    plot_episodes,
+    plot_health,
+    plot_trajectory,
+)
 
 LANES, STEPS = 3, 50
 
 
 def steps(seed: int = 0) -> TensorDict:
-    """Return ``[E, T]`` steps whose observation counts them; episodes end every 8, 9 and 10 steps."""
+    """Return ``[E, T]`` steps whose observation counts them; episodes end every 8, 9
+    and 10 steps."""
     g = torch.Generator().manual_seed(seed)
     time = torch.arange(STEPS).expand(LANES, STEPS).unsqueeze(-1)
     done = (time + 1) % torch.arange(8, 8 + LANES).view(-1, 1, 1) == 0
     return TensorDict(
         {
             "observation": torch.cat([time, -time], -1).float(),
-            "action": torch.nn.functional.one_hot(torch.randint(3, (LANES, STEPS), generator=g), 3),
-            "next": {"reward": torch.randn(LANES, STEPS, 1, generator=g), "done": done, "terminated": done},
+            "action": torch.nn.functional.one_hot(
+                torch.randint(3, (LANES, STEPS), generator=g), 3
+            ),
+            "next": {
+                "reward": torch.randn(LANES, STEPS, 1, generator=g),
+                "done": done,
+                "terminated": done,
+            },
         },
         [LANES, STEPS],
     )
@@ -48,15 +60,20 @@ def heights(axes: Axes) -> list[float]:
 
 
 def lines(figure: Figure) -> list[list[np.ndarray]]:
-    return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
+    return [
+        [np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes
+    ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "zeros"), [(td.ProportionalSampler, 150), (td.ProportionalSampler, 30), (td.RankSampler, 30)]
+    ("kind", "zeros"),
+    [(td.ProportionalSampler, 150), (td.ProportionalSampler, 30), (td.RankSampler, 30)],
 )
 def test_health_shows_what_health_says(kind, zeros):
     rb = buffer(kind(202, 0.5))
-    rb.update_priority(torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)]))
+    rb.update_priority(
+        torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)])
+    )
     figure = plot_health(rb)
     age, weights, errors, mass = figure.axes
     assert sum(heights(age)) == 32
@@ -77,12 +94,16 @@ def test_episodes_show_every_episode_and_the_running_mean():
     returns = stats.history()["return"].numpy()
     dots, mean = lines(figure)[0]
     assert np.array_equal(dots, returns)
-    assert np.allclose(mean, [returns[max(0, n - 4) : n + 1].mean() for n in range(len(returns))])
+    assert np.allclose(
+        mean, [returns[max(0, n - 4) : n + 1].mean() for n in range(len(returns))]
+    )
 
 
 def test_a_trajectory_is_shown_whole_across_the_wrap():
-    rb = buffer(td.UniformSampler(), capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
-    row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
+    # 20 time steps of 50: 40 to 49, then 30 to 39
+    rb = buffer(td.UniformSampler(), capacity=60)
+    # lane 1 ends at 35 and 44
+    row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1
     figure = plot_trajectory(rb, row)
     assert len(figure.axes) == 3
     reward, action, observation = lines(figure)
@@ -90,12 +111,16 @@ def test_a_trajectory_is_shown_whole_across_the_wrap():
     assert observation[1].tolist() == [-step for step in range(36, 45)]
     assert np.array_equal(reward[0], steps()["next", "reward"][1, 36:45, 0])
     assert np.array_equal(action[0], steps()["action"][1, 36:45].argmax(-1))
-    assert plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
+    assert (
+        plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
+    )
     assert len(plot_trajectory(rb, row, keys=["observation"]).axes) == 1
 
 
 def test_a_rollout_shows_values_targets_and_advantages():
-    critic = TensorDictModule(lambda x: x[..., :1] / 50, in_keys=["observation"], out_keys=["state_value"])
+    critic = TensorDictModule(
+        lambda x: x[..., :1] / 50, in_keys=["observation"], out_keys=["state_value"]
+    )
     rollout = td.RolloutBuffer(STEPS, LANES, value_network=critic, batch_size=50)
     data = steps()
     data["next", "observation"] = data["observation"] + 1
@@ -103,21 +128,58 @@ def test_a_rollout_shows_values_targets_and_advantages():
     figure = plot_advantages(rollout)
     assert len(figure.axes) == 3
     top, advantages, _ = figure.axes
-    assert np.array_equal(top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0])
-    assert np.array_equal(top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0])
-    assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [7.5, 15.5, 23.5, 31.5, 39.5, 47.5]
+    assert np.array_equal(
+        top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0]
+    )
+    assert np.array_equal(
+        top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0]
+    )
+    assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [
+        7.5,
+        15.5,
+        23.5,
+        31.5,
+        39.5,
+        47.5,
+    ]
     assert sum(heights(advantages)) == STEPS * LANES
 
 
 def test_refusals_give_the_reason():
-    empty = td.ReplayBuffer(storage=td.PackedStorage(10), sampler=td.ProportionalSampler(10))
+    empty = td.ReplayBuffer(
+        storage=td.PackedStorage(10), sampler=td.ProportionalSampler(10)
+    )
     for plot, error, message in (
-        (lambda: plot_health(empty), RuntimeError, "there is no health to plot: no rows"),
-        (lambda: plot_health(td.ReplayBufferMixture({"a": empty}, {"a": 1.0})), TypeError, "plot a member, mixture"),
-        (lambda: plot_episodes(td.EpisodeStats()), RuntimeError, "no episode has ended"),
-        (lambda: plot_trajectory(buffer(), 150), IndexError, "there is no row 150: 150 rows are stored"),
-        (lambda: plot_trajectory(buffer(), 0, keys=["velocity"]), KeyError, "no 'velocity' in the rows"),
-        (lambda: plot_advantages(td.RolloutBuffer(4, 2)), RuntimeError, "the rollout is not complete"),
+        (
+            lambda: plot_health(empty),
+            RuntimeError,
+            "there is no health to plot: no rows",
+        ),
+        (
+            lambda: plot_health(td.ReplayBufferMixture({"a": empty}, {"a": 1.0})),
+            TypeError,
+            "plot a member, mixture",
+        ),
+        (
+            lambda: plot_episodes(td.EpisodeStats()),
+            RuntimeError,
+            "no episode has ended",
+        ),
+        (
+            lambda: plot_trajectory(buffer(), 150),
+            IndexError,
+            "there is no row 150: 150 rows are stored",
+        ),
+        (
+            lambda: plot_trajectory(buffer(), 0, keys=["velocity"]),
+            KeyError,
+            "no 'velocity' in the rows",
+        ),
+        (
+            lambda: plot_advantages(td.RolloutBuffer(4, 2)),
+            RuntimeError,
+            "the rollout is not complete",
+        ),
     ):
         with pytest.raises(error, match=message):
             plot()

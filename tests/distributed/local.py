@@ -38,7 +38,9 @@ class Method:
         if handle.is_lost:
             return ActorUnavailableError("lost", None)
         try:
-            answer = getattr(handle.shard, self.name)(*pickle.loads(pickle.dumps(given)))
+            answer = getattr(handle.shard, self.name)(
+                *pickle.loads(pickle.dumps(given))
+            )
         except Exception as error:  # noqa: BLE001  as Ray does, the caller gets it
             return error
         return answer
@@ -60,10 +62,13 @@ class LocalHandle:
 
 
 class LocalLimiter:
-    """Flow control in this process; the calls return at once or wait, as those to Ray's actor."""
+    """Flow control in this process; the calls return at once or wait, as those to Ray's
+    actor."""
 
     def __init__(self, flow: FlowControl) -> None:
-        self.limiter = Limiter(flow.samples_per_insert, flow.min_size, flow.given_tolerance)
+        self.limiter = Limiter(
+            flow.samples_per_insert, flow.min_size, flow.given_tolerance
+        )
 
     def __getattr__(self, name: str) -> Any:
         def remote(*given: Any, **named: Any) -> Any:
@@ -90,12 +95,16 @@ class LocalEngine:
         return answers, []
 
 
-def connect(handles: list[LocalHandle], flow: Any) -> tuple[list[LocalHandle], Any, LocalEngine]:
+def connect(
+    handles: list[LocalHandle], flow: Any
+) -> tuple[list[LocalHandle], Any, LocalEngine]:
     return handles, flow, LocalEngine()
 
 
 class World:
-    def __init__(self, shards: int, make_buffer: Callable[[], ReplayBuffer], flow: Any = None) -> None:
+    def __init__(
+        self, shards: int, make_buffer: Callable[[], ReplayBuffer], flow: Any = None
+    ) -> None:
         self.handles = [LocalHandle(make_buffer) for _ in range(shards)]
         self.spec = Spec.of(make_buffer())
         self.flow: Any = None if flow is None else LocalLimiter(flow)
@@ -116,4 +125,6 @@ class World:
 class Whole(ShardedReplayBuffer):
     def __init__(self, world: World) -> None:
         self.dump_dir, self._actors, self._next_home = None, [], 0
-        Client.__init__(self, partial(connect, world.handles, world.flow), world.spec, None, 0, None)
+        Client.__init__(
+            self, partial(connect, world.handles, world.flow), world.spec, None, 0, None
+        )

@@ -1,4 +1,5 @@
-"""The joint law of batches over shards, and their weights, against one buffer with all rows."""
+"""The joint law of batches over shards, and their weights, against one buffer with all
+rows."""
 
 from __future__ import annotations
 
@@ -18,16 +19,22 @@ ALPHA, BETA = 0.7, 0.5
 
 def rows(first: int, count: int) -> TensorDict:
     number = torch.arange(first, first + count)
-    return TensorDict({"id": number, "next": {"reward": number[:, None].float()}}, [count])
+    return TensorDict(
+        {"id": number, "next": {"reward": number[:, None].float()}}, [count]
+    )
 
 
 def proportional(stratified: bool = True, weight_norm: Any = "buffer") -> ReplayBuffer:
-    sampler = ProportionalSampler(400, ALPHA, BETA, stratified=stratified, weight_norm=weight_norm)
+    sampler = ProportionalSampler(
+        400, ALPHA, BETA, stratified=stratified, weight_norm=weight_norm
+    )
     return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=64)
 
 
 def uniform() -> ReplayBuffer:
-    return ReplayBuffer(storage=PackedStorage(400), sampler=UniformSampler(), batch_size=64)
+    return ReplayBuffer(
+        storage=PackedStorage(400), sampler=UniformSampler(), batch_size=64
+    )
 
 
 def fill(world: World, count: int) -> int:
@@ -38,7 +45,9 @@ def fill(world: World, count: int) -> int:
         world.client(home=place).extend(rows(first, number))
         shard = world.shards[place]
         if shard._prioritized is not None:
-            shard.buffer.update_priority(torch.arange(number), (1.0 + place) * torch.rand(number) ** 3)
+            shard.buffer.update_priority(
+                torch.arange(number), (1.0 + place) * torch.rand(number) ** 3
+            )
         first += number
     return first
 
@@ -53,23 +62,33 @@ def magnitudes(world: World, count: int) -> torch.Tensor:
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
         stored = shard.storage[:]["id"].flatten()
-        found[stored] = shard.buffer.sampler.rule.table.magnitude[: len(stored)].double()
+        found[stored] = shard.buffer.sampler.rule.table.magnitude[
+            : len(stored)
+        ].double()
     return found
 
 
 def law(world: World, count: int) -> torch.Tensor:
     weight = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
-        stored = shard.storage[:]["id"] if len(shard.storage) else torch.empty(0, dtype=torch.int64)
+        stored = (
+            shard.storage[:]["id"]
+            if len(shard.storage)
+            else torch.empty(0, dtype=torch.int64)
+        )
         prioritized = shard._prioritized
         flat = torch.arange(len(stored))
         weight[stored] = (
-            torch.ones(len(stored)).double() if prioritized is None else prioritized.rule.table.weight[flat].double()
+            torch.ones(len(stored)).double()
+            if prioritized is None
+            else prioritized.rule.table.weight[flat].double()
         )
     return weight / weight.sum()
 
 
-@pytest.mark.parametrize(("make_buffer", "shards"), [(proportional, 1), (proportional, 4), (uniform, 3)])
+@pytest.mark.parametrize(
+    ("make_buffer", "shards"), [(proportional, 1), (proportional, 4), (uniform, 3)]
+)
 def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
     world = World(shards, make_buffer)
     count, learner, draws, size = fill(world, 120), world.client(), 200, 4_096
@@ -84,10 +103,14 @@ def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
 def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypatch):
     world = World(shards, proportional)
     fill(world, 120)
-    learner, writers = world.client(prefetch=prefetch), [world.client(home=place) for place in range(shards)]
+    learner, writers = (
+        world.client(prefetch=prefetch),
+        [world.client(home=place) for place in range(shards)],
+    )
     total, size, seen = 400, 2_048, 120
     expected, counts = torch.zeros(total, dtype=torch.float64), torch.zeros(total)
-    laws = [law(world, total)]  # of each request: with prefetch one brings several batches
+    # of each request: with prefetch one brings several batches
+    laws = [law(world, total)]
     send = learner._send
 
     def noted(size: int) -> Any:
@@ -99,8 +122,13 @@ def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypat
     for step in range(200):
         before = len(laws)
         batch = learner.sample(size)
-        # The batch at hand was drawn by the request before the one that is under way now.
-        served = (before if prefetch == 0 else max(1, len(laws) - 2)) if len(laws) > before else served
+        # The batch at hand was drawn by the request before the one that is under way
+        # now.
+        served = (
+            (before if prefetch == 0 else max(1, len(laws) - 2))
+            if len(laws) > before
+            else served
+        )
         expected += laws[served]
         counts += torch.bincount(batch["id"], minlength=total)
         if step % 20 == 0:
@@ -120,7 +148,9 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
     world = World(2, proportional)
     count, learner = fill(world, 60), world.client()
     learner.sample()
-    before = torch.tensor([report.mass for report in learner.links.known if report is not None])
+    before = torch.tensor(
+        [report.mass for report in learner.links.known if report is not None]
+    )
     other = world.client()
     batch = other.sample(512)
     batch["td_error"] = 5.0 * torch.rand(512)
@@ -130,10 +160,16 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
     p = torch.zeros(count, dtype=torch.float64)
     for place, shard in enumerate(world.shards):
         stored = shard.storage[:]["id"]
-        p[stored] = shares[place] * shard.buffer.sampler.rule.table.weight[: len(stored)].double() / now[place].mass
+        p[stored] = (
+            shares[place]
+            * shard.buffer.sampler.rule.table.weight[: len(stored)].double()
+            / now[place].mass
+        )
     batch = learner.sample(4_096)
     expected = (p[batch["id"]] / p.min()) ** -BETA
-    torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch", None])
@@ -145,9 +181,15 @@ def test_weights_are_those_of_one_buffer(weight_norm):
     single.update_priority(torch.arange(count), magnitudes(world, count))
     batch = world.client().sample(256)
     p = single.sampler.probability(batch["id"])
-    unit = {"buffer": single.sampler.probability(torch.arange(count)).min(), "batch": p.min(), None: 1 / count}
+    unit = {
+        "buffer": single.sampler.probability(torch.arange(count)).min(),
+        "batch": p.min(),
+        None: 1 / count,
+    }
     expected = (p / unit[weight_norm]) ** -BETA
-    torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_rows_of_a_shard_without_a_positive_priority_count_in_the_weights():
@@ -159,12 +201,16 @@ def test_rows_of_a_shard_without_a_positive_priority_count_in_the_weights():
     errors = torch.cat([torch.rand(20) + 0.1, torch.zeros(30)])
     for place, (first, count) in enumerate([(0, 20), (20, 30)]):
         world.client(home=place).extend(rows(first, count))
-        world.shards[place].buffer.update_priority(torch.arange(count), errors[first : first + count])
+        world.shards[place].buffer.update_priority(
+            torch.arange(count), errors[first : first + count]
+        )
     single.extend(rows(0, 50))
     single.update_priority(torch.arange(50), errors)
     batch = world.client().sample()
     expected = (50 * single.sampler.probability(batch["id"])) ** -BETA
-    torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_batch_is_stratified_over_all_shards():
@@ -173,7 +219,9 @@ def test_a_batch_is_stratified_over_all_shards():
     counts = torch.bincount(world.client().sample(count * 5)["id"], minlength=count)
     assert set(counts.tolist()) <= {4, 5, 6}
     first_half = world.client().sample(count)["id"][: count // 2]
-    assert int((first_half >= count // 2).sum()) in range(count // 4 - 2, count // 4 + 3)
+    assert int((first_half >= count // 2).sum()) in range(
+        count // 4 - 2, count // 4 + 3
+    )
 
 
 def test_new_rows_enter_with_the_largest_error_that_any_shard_has_seen():
@@ -188,7 +236,9 @@ def test_new_rows_enter_with_the_largest_error_that_any_shard_has_seen():
     learner.sample()
     shard = world.shards[0]
     where = int((shard.storage[:]["id"] == 300).nonzero())
-    assert float(shard.buffer.sampler.priority(torch.tensor([where]))) == pytest.approx(9.0)
+    assert float(shard.buffer.sampler.priority(torch.tensor([where]))) == pytest.approx(
+        9.0
+    )
 
 
 def test_td_errors_travel_with_the_next_request_one_to_each_shard():

@@ -1,4 +1,5 @@
-"""Shards on a Ray of this machine: clients in other processes, losses, flow control, dumps, collectors."""
+"""Shards on a Ray of this machine: clients in other processes, losses, flow control,
+dumps, collectors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from torchrl.data import RayReplayBuffer
 from torchrl.envs import GymEnv
 
 import rlbuf_td
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, ShutDown
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    ShutDown,
+)
 from rlbuf_td.checkpoint import CheckpointError
 
 ray = pytest.importorskip("ray")
@@ -36,7 +44,11 @@ pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ig
 
 
 def make_buffer(capacity: int = 2_000) -> ReplayBuffer:
-    return ReplayBuffer(storage=PackedStorage(capacity), sampler=ProportionalSampler(capacity), batch_size=64)
+    return ReplayBuffer(
+        storage=PackedStorage(capacity),
+        sampler=ProportionalSampler(capacity),
+        batch_size=64,
+    )
 
 
 def process_of(rb: ShardedReplayBuffer, place: int) -> int:
@@ -55,13 +67,20 @@ def learn(rb: Any, seconds: float) -> int:
 
 
 def start_writers(clients: Iterable[Any]) -> list[Any]:
-    return [ray.remote(Writer).options(num_cpus=0).remote(each, 10**7 * place) for place, each in enumerate(clients)]
+    return [
+        ray.remote(Writer).options(num_cpus=0).remote(each, 10**7 * place)
+        for place, each in enumerate(clients)
+    ]
 
 
 @pytest.fixture(scope="module")
-def two_shards(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedReplayBuffer]:
+def two_shards(
+    cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ShardedReplayBuffer]:
     """Two shards, which tests share: to start one takes seconds."""
-    with ShardedReplayBuffer(2, make_buffer, dump_dir=tmp_path_factory.mktemp("shards")) as rb:
+    with ShardedReplayBuffer(
+        2, make_buffer, dump_dir=tmp_path_factory.mktemp("shards")
+    ) as rb:
         yield rb
 
 
@@ -119,7 +138,11 @@ def refuses_all_after_shutdown(rb: ShardedReplayBuffer) -> None:
     rb.prefetch = 2
     batch, client = rb.sample().set("td_error", torch.rand(64)), rb.client()
     rb.shutdown()
-    calls: list[Callable[[], Any]] = [rb.sample, partial(rb.update_tensordict_priority, batch), rb.synchronize]
+    calls: list[Callable[[], Any]] = [
+        rb.sample,
+        partial(rb.update_tensordict_priority, batch),
+        rb.synchronize,
+    ]
     calls += [
         partial(rb.extend, rows(0, 5)),
         partial(rb.add, rows(0, 1)[0]),
@@ -128,14 +151,21 @@ def refuses_all_after_shutdown(rb: ShardedReplayBuffer) -> None:
         rb.client,
         rb.__len__,
     ]
-    calls += [partial(rb.loads, "nowhere"), partial(rb.dumps, "nowhere"), partial(rb.sample, wait=True)]
+    calls += [
+        partial(rb.loads, "nowhere"),
+        partial(rb.dumps, "nowhere"),
+        partial(rb.sample, wait=True),
+    ]
     for call in calls:
         with pytest.raises(ShutDown, match="the buffer has been shut down"):
             call()
     assert not Path("nowhere").exists()
     assert repr(rb) == "ShardedReplayBuffer(shut down)"
     begin = time.monotonic()
-    with pytest.raises(distributed.ShardLost, match="the buffer has been shut down, or its shards have crashed"):
+    with pytest.raises(
+        distributed.ShardLost,
+        match="the buffer has been shut down, or its shards have crashed",
+    ):
         client.sample()  # another client finds out from Ray
     assert time.monotonic() - begin < 20
 
@@ -145,17 +175,34 @@ def make_env() -> GymEnv:
 
 
 def single(rb: ShardedReplayBuffer) -> Any:
-    return Collector(make_env(), None, frames_per_batch=100, total_frames=400, replay_buffer=rb.client())
+    return Collector(
+        make_env(),
+        None,
+        frames_per_batch=100,
+        total_frames=400,
+        replay_buffer=rb.client(),
+    )
 
 
 def multi(rb: ShardedReplayBuffer) -> Any:
-    return MultiSyncCollector([make_env] * 2, None, frames_per_batch=100, total_frames=400, replay_buffer=rb.client())
+    return MultiSyncCollector(
+        [make_env] * 2,
+        None,
+        frames_per_batch=100,
+        total_frames=400,
+        replay_buffer=rb.client(),
+    )
 
 
 def on_ray(rb: ShardedReplayBuffer) -> Any:
     free = {"num_cpus": 0, "num_gpus": 0}
     return RayCollector(
-        [make_env] * 2, None, frames_per_batch=100, total_frames=400, replay_buffer=rb, remote_configs=free
+        [make_env] * 2,
+        None,
+        frames_per_batch=100,
+        total_frames=400,
+        replay_buffer=rb,
+        remote_configs=free,
     )
 
 
@@ -163,7 +210,14 @@ COLLECTORS: dict[str, Any] = {"MultiSyncCollector": multi, "RayCollector": on_ra
 
 
 @pytest.mark.parametrize(
-    "make", [single, *(pytest.param(make, marks=pytest.mark.slow, id=name) for name, make in COLLECTORS.items())]
+    "make",
+    [
+        single,
+        *(
+            pytest.param(make, marks=pytest.mark.slow, id=name)
+            for name, make in COLLECTORS.items()
+        ),
+    ],
 )
 def test_collectors_of_torchrl_write_into_shards(make):
     with ShardedReplayBuffer(1 if make is single else 2, make_buffer) as rb:
@@ -188,7 +242,11 @@ def test_a_killed_shard_comes_back_from_its_dump(two_shards):
     more.extend(rows(50_000, 100))
     more.synchronize()
     learn(rb, 0.2)
-    before = {place: report.rows for place, report in enumerate(rb.links.known) if report is not None}
+    before = {
+        place: report.rows
+        for place, report in enumerate(rb.links.known)
+        if report is not None
+    }
     assert sum(before.values()) == 1_100
     lost = more._home or 0
     os.kill(process_of(rb, lost), signal.SIGKILL)
@@ -198,20 +256,26 @@ def test_a_killed_shard_comes_back_from_its_dump(two_shards):
         learn(rb, 0.1)
     assert len(rb) == 1_000
     health = rb.health()
-    assert health["lost_shards"] >= 1  # more where the machine is so busy that a shard answers late
+    # more where the machine is so busy that a shard answers late
+    assert health["lost_shards"] >= 1
     assert health["shards"][lost]["lost_rows"] == 100
     assert set(rb.sample(256)["index"][:, 0].tolist()) == {0, 1}
 
 
 @pytest.mark.slow
 def test_flow_control_holds_for_a_racing_writer_and_a_learner():
-    with ShardedReplayBuffer(1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500) as rb:
+    with ShardedReplayBuffer(
+        1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500
+    ) as rb:
         with pytest.raises(RuntimeError, match="does not admit a batch of 64 rows"):
             rb.sample()
-        with pytest.raises(TimeoutError, match=r"waited for 0.05 seconds: the buffer is empty"):
+        with pytest.raises(
+            TimeoutError, match=r"waited for 0.05 seconds: the buffer is empty"
+        ):
             rb.sample(wait=True, timeout=0.05)
         writer = Writer(rb.client(), 0)
-        writer.write(0.01, 100)  # the first write waits until the shard has loaded its kernels
+        # the first write waits until the shard has loaded its kernels
+        writer.write(0.01, 100)
         thread = threading.Thread(target=writer.write, args=(1.0, 20))
         thread.start()
         worst = 0.0
@@ -249,10 +313,17 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", distributed.__all__)
 def test_the_examples_of_the_room_run_as_they_are_pasted(name):
-    known = {"torch": torch, **{each: getattr(rlbuf_td, each) for each in rlbuf_td.__all__}}
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    known = {
+        "torch": torch,
+        **{each: getattr(rlbuf_td, each) for each in rlbuf_td.__all__},
+    }
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     said: list[str] = []
-    for example in doctest.DocTestFinder(recurse=False).find(getattr(distributed, name), name, globs=known):
+    for example in doctest.DocTestFinder(recurse=False).find(
+        getattr(distributed, name), name, globs=known
+    ):
         runner.run(example, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
 
@@ -263,7 +334,8 @@ def test_killed_shards_give_no_wrong_batch(tmp_path):
         fill(rb, 500)
         rb.dumps()
         writers = start_writers(rb.clients(2))
-        ray.get([writer.write.remote(0.1) for writer in writers])  # on a busy machine they take long to start
+        # on a busy machine they take long to start
+        ray.get([writer.write.remote(0.1) for writer in writers])
         written = [writer.write.remote(20.0) for writer in writers]
         stop, kills, alive = threading.Event(), list[int](), list[int]()
         killer = threading.Thread(target=watch, args=(rb, 3.0, stop, kills, alive))
@@ -280,7 +352,9 @@ def test_killed_shards_give_no_wrong_batch(tmp_path):
 
 def rows_of_x(first: int, count: int) -> TensorDict:
     number = torch.arange(first, first + count)
-    return TensorDict({"x": number, "next": {"reward": number[:, None].float()}}, [count])
+    return TensorDict(
+        {"x": number, "next": {"reward": number[:, None].float()}}, [count]
+    )
 
 
 @pytest.mark.slow
@@ -305,7 +379,8 @@ def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
         batch["td_error"] = torch.full((16,), 1000.0)
         rb.update_tensordict_priority(batch)
         again = rb.sample()
-        if sampler is ProportionalSampler:  # rows with an error of 0 are drawn with probability 1e-9
+        # rows with an error of 0 are drawn with probability 1e-9
+        if sampler is ProportionalSampler:
             assert set(again["index"].tolist()) <= set(batch["index"].tolist())
         rb.extend(rows_of_x(100, 50))
         again["td_error"] = torch.full((16,), 5.0)
@@ -313,6 +388,10 @@ def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
         assert ray.get(rb._rb.health.remote())["stale_updates"] == 16
         assert set(rb.sample()["x"].tolist()) <= set(range(100, 150))
         with pytest.raises(ValueError, match="expected int64 of shape"):
-            rb.extend(TensorDict({"x": torch.zeros(3), "next": {"reward": torch.zeros(3, 1)}}, [3]))
+            rb.extend(
+                TensorDict(
+                    {"x": torch.zeros(3), "next": {"reward": torch.zeros(3, 1)}}, [3]
+                )
+            )
     finally:
         rb.close()

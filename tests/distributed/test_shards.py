@@ -21,12 +21,25 @@ from rlbuf_td.distributed.shard import Spec
 from rlbuf_td.distributed.sharded import Manifest, newest_dump
 from tests.checkpoint.test_damage import resign
 from tests.distributed.local import World
-from tests.distributed.test_law import begun, fill, magnitudes, proportional, rows, uniform
+from tests.distributed.test_law import (
+    begun,
+    fill,
+    magnitudes,
+    proportional,
+    rows,
+    uniform,
+)
 
 
-def world_of(shards: int, sampler: Callable[[], Any], capacity: int = 200, ndim: int = 1) -> World:
+def world_of(
+    shards: int, sampler: Callable[[], Any], capacity: int = 200, ndim: int = 1
+) -> World:
     def make_buffer() -> td.ReplayBuffer:
-        return td.ReplayBuffer(storage=td.PackedStorage(capacity, ndim=ndim), sampler=sampler(), batch_size=64)
+        return td.ReplayBuffer(
+            storage=td.PackedStorage(capacity, ndim=ndim),
+            sampler=sampler(),
+            batch_size=64,
+        )
 
     return World(shards, make_buffer)
 
@@ -117,15 +130,20 @@ def test_without_a_positive_priority_the_error_names_priorities():
 
 
 def flowing(world: World, seconds: float = 20.0) -> threading.Timer:
-    """Stop flow control after some time, so that calls that would wait forever raise an error."""
+    """Stop flow control after some time, so that calls that would wait forever raise an
+    error."""
     timer = threading.Timer(seconds, world.flow.limiter.shutdown)
     timer.daemon = True
     timer.start()
     return timer
 
 
-@pytest.mark.parametrize("how", ["the only shard restarts without a dump", "the buffer is emptied"])
-def test_when_all_rows_are_gone_batches_are_refused_and_writes_admitted(how, monkeypatch):
+@pytest.mark.parametrize(
+    "how", ["the only shard restarts without a dump", "the buffer is emptied"]
+)
+def test_when_all_rows_are_gone_batches_are_refused_and_writes_admitted(
+    how, monkeypatch
+):
     monkeypatch.setattr("rlbuf_td.distributed.client._ARRIVAL", 0.05)
     world = World(1, proportional, flow=FlowControl(1.0, 10, 64))
     timer, client = flowing(world), world.client()
@@ -142,9 +160,13 @@ def test_when_all_rows_are_gone_batches_are_refused_and_writes_admitted(how, mon
         client.sample()
     with pytest.raises(TimeoutError):
         client.sample(wait=True, timeout=0.2)
-    assert (world.flow.report.remote()["inserts"], world.flow.report.remote()["samples"]) == (0, 0)
+    assert (
+        world.flow.report.remote()["inserts"],
+        world.flow.report.remote()["samples"],
+    ) == (0, 0)
     client.extend(rows(74, 9))
-    with pytest.raises(RuntimeError, match="9 of min_size=10 rows have been written"):  # min_size holds again
+    # min_size holds again
+    with pytest.raises(RuntimeError, match="9 of min_size=10 rows have been written"):
         client.sample()
     client.extend(rows(83, 55))
     assert client.sample().shape == (64,)
@@ -160,14 +182,19 @@ def test_a_shard_that_is_lost_for_a_while_keeps_the_counts_of_its_rows(monkeypat
     with pytest.raises(RuntimeError, match="empty storage"):
         client.sample()
     world.handles[1].is_lost = False
-    assert (world.flow.report.remote()["inserts"], world.flow.report.remote()["samples"]) == (50, 0)
+    assert (
+        world.flow.report.remote()["inserts"],
+        world.flow.report.remote()["samples"],
+    ) == (50, 0)
     assert client.sample(wait=True, timeout=10.0).shape == (64,)
 
 
 def test_td_errors_arrive_as_the_nearest_float32():
     world, learner = begun(2, 60)
     batch = learner.sample()
-    batch["td_error"] = torch.tensor([1e-50, 1e300, 1 / 3, -2.0], dtype=torch.float64).repeat(16)
+    batch["td_error"] = torch.tensor(
+        [1e-50, 1e300, 1 / 3, -2.0], dtype=torch.float64
+    ).repeat(16)
     learner.update_tensordict_priority(batch)
     learner.synchronize()
     stored = batch["td_error"].abs().clamp(max=torch.finfo(torch.float32).max).float()
@@ -190,10 +217,26 @@ def test_bad_updates_are_refused_and_queued_errors_are_kept():
             ValueError,
             r"is int64 \[64, 4\], got int64 of shape \(64,",
         ),
-        (batch.clone().set("index", torch.zeros(64, 4)), ValueError, r"is int64 \[64, 4\], got float32"),
-        (batch.clone().set("index", other), ValueError, "names rows that are not in the 2 shards"),
-        (batch.clone().set("index", other - 7), ValueError, "names rows that are not in the 2 shards"),
-        (batch.clone().set("td_error", torch.full((64,), torch.nan)), ValueError, "NaN or infinite"),
+        (
+            batch.clone().set("index", torch.zeros(64, 4)),
+            ValueError,
+            r"is int64 \[64, 4\], got float32",
+        ),
+        (
+            batch.clone().set("index", other),
+            ValueError,
+            "names rows that are not in the 2 shards",
+        ),
+        (
+            batch.clone().set("index", other - 7),
+            ValueError,
+            "names rows that are not in the 2 shards",
+        ),
+        (
+            batch.clone().set("td_error", torch.full((64,), torch.nan)),
+            ValueError,
+            "NaN or infinite",
+        ),
         (batch.exclude("index"), KeyError, "no 'index'"),
     ]
     for bad, error, message in cases:
@@ -219,13 +262,19 @@ def test_an_unfit_write_is_refused_at_once():
     writer = world.client(home=0)
     writer.extend(rows(0, 5))
     with pytest.raises(td.SchemaError, match="'id' came as float32"):
-        writer.extend(TensorDict({"id": torch.rand(3), "next": {"reward": torch.zeros(3, 1)}}, [3]))
+        writer.extend(
+            TensorDict(
+                {"id": torch.rand(3), "next": {"reward": torch.zeros(3, 1)}}, [3]
+            )
+        )
     with pytest.raises(td.SchemaError, match="unknown key 'other'"):
         world.client(home=0).extend(rows(0, 3).set("other", torch.zeros(3)))
     with pytest.raises(ValueError, match="batch dims"):
         writer.extend(rows(0, 5)[:0])
     with pytest.raises(ValueError, match="NaN or infinite"):
-        world.client(home=1).extend(rows(0, 2).set("td_error", torch.tensor([1.0, float("nan")])))
+        world.client(home=1).extend(
+            rows(0, 2).set("td_error", torch.tensor([1.0, float("nan")]))
+        )
     assert sum(len(shard.storage) for shard in world.shards) == 5
     world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
     with pytest.raises(td.SchemaError, match="shard 1 holds rows of another layout"):
@@ -238,12 +287,27 @@ def test_an_unfit_write_is_refused_at_once():
         (lambda: td.ReplayBuffer(sampler=td.RankSampler(1_000)), "RankSampler"),
         (lambda: td.ReplayBuffer(sampler=td.EpisodeSampler()), "EpisodeSampler"),
         (
-            lambda: td.ReplayBuffer(sampler=td.NStepSampler(td.FreshRowsSampler(td.UniformSampler()), 2, 0.9)),
+            lambda: td.ReplayBuffer(
+                sampler=td.NStepSampler(
+                    td.FreshRowsSampler(td.UniformSampler()), 2, 0.9
+                )
+            ),
             "FreshRowsSampler",
         ),
-        (lambda: td.ReplayBuffer(sampler=td.UniformSampler(unique=True)), "unique=True"),
-        (lambda: td.ReplayBuffer(sampler=td.UniformSampler(replacement=False)), "MinibatchSampler"),
-        (lambda: td.ReplayBuffer(sampler=td.SequenceSampler(td.UniformSampler(), 3, boundary="strict")), "strict"),
+        (
+            lambda: td.ReplayBuffer(sampler=td.UniformSampler(unique=True)),
+            "unique=True",
+        ),
+        (
+            lambda: td.ReplayBuffer(sampler=td.UniformSampler(replacement=False)),
+            "MinibatchSampler",
+        ),
+        (
+            lambda: td.ReplayBuffer(
+                sampler=td.SequenceSampler(td.UniformSampler(), 3, boundary="strict")
+            ),
+            "strict",
+        ),
         (lambda: td.ReplayBuffer(writer=td.RolloutWriter()), "RolloutWriter"),
         (lambda: td.ReplayBuffer(transform=lambda data: data), "a transform"),
         (lambda: td.ReplayBuffer(prefetch=2), "prefetch"),
@@ -279,14 +343,21 @@ def test_n_step_returns_stop_where_another_writer_follows():
 
 
 def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
-    world = world_of(2, lambda: td.SequenceSampler(td.ProportionalSampler(200), 3, burn_in=1, priority="mix"))
+    world = world_of(
+        2,
+        lambda: td.SequenceSampler(
+            td.ProportionalSampler(200), 3, burn_in=1, priority="mix"
+        ),
+    )
     for place in range(2):
         world.client(home=place).extend(episode(100 * place, 20))
     learner = world.client()
     batch = learner.sample()
     windows = batch["id"].view(16, 4)
     real = batch["mask"].view(16, 4)
-    assert ((windows[:, 1:] - windows[:, :-1] == 1) | ~(real[:, 1:] & real[:, :-1])).all()
+    assert (
+        (windows[:, 1:] - windows[:, :-1] == 1) | ~(real[:, 1:] & real[:, :-1])
+    ).all()
     anchors = batch["anchor_index"].view(16, 4, 4)[:, 0]
     assert torch.equal(anchors[:, 2] + 100 * anchors[:, 0], windows[:, 1])
     batch["td_error"] = torch.rand(64)
@@ -300,7 +371,9 @@ def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
 
 
 def test_windows_in_shards_go_on_into_the_next_episode():
-    world = world_of(1, lambda: td.SequenceSampler(td.UniformSampler(), 4, across_episodes=True), 20)
+    world = world_of(
+        1, lambda: td.SequenceSampler(td.UniformSampler(), 4, across_episodes=True), 20
+    )
     client = world.client()
     for first in (0, 3):
         client.extend(episode(first, 3))
@@ -312,12 +385,25 @@ def test_hindsight_relabels_inside_shards():
     def reward(batch: TensorDict) -> torch.Tensor:
         return (batch.get(("next", "achieved_goal")) == batch["desired_goal"]).float()
 
-    world = world_of(2, lambda: td.HindsightSampler(td.UniformSampler(), reward, her_ratio=1.0))
+    world = world_of(
+        2, lambda: td.HindsightSampler(td.UniformSampler(), reward, her_ratio=1.0)
+    )
     for place in range(2):
         position = torch.arange(11.0)[:, None] + 100 * place
         done = torch.arange(10)[:, None] == 9
-        outcome = {"achieved_goal": position[1:], "reward": torch.zeros(10, 1), "done": done}
-        data = TensorDict({"position": position[:-1], "desired_goal": torch.zeros(10, 1), "next": outcome}, [10])
+        outcome = {
+            "achieved_goal": position[1:],
+            "reward": torch.zeros(10, 1),
+            "done": done,
+        }
+        data = TensorDict(
+            {
+                "position": position[:-1],
+                "desired_goal": torch.zeros(10, 1),
+                "next": outcome,
+            },
+            [10],
+        )
         world.client(home=place).extend(data)
     batch = world.client().sample()
     ahead = batch["desired_goal"] - batch["position"]
@@ -332,13 +418,18 @@ def test_lanes_are_written_as_collectors_give_them():
     client, number = world.client(home=0), torch.arange(12).view(3, 4)
     client.extend(TensorDict({"id": number}, [3, 4]))
     client.add(TensorDict({"id": torch.arange(12, 15)}, [3]))
-    assert torch.equal(world.shards[0].storage[:]["id"], torch.cat([number.T, torch.arange(12, 15)[None]]))
+    assert torch.equal(
+        world.shards[0].storage[:]["id"],
+        torch.cat([number.T, torch.arange(12, 15)[None]]),
+    )
     learner = world.client()
     batch = learner.sample()
     flat = world.shards[0].storage[:]["id"].flatten()
     assert torch.equal(flat[batch["index"][:, 2]], batch["id"])
     updated(learner, batch)
-    assert (world.shards[0].buffer.sampler.rule.table.magnitude[batch["index"][:, 2]] == 7).all()
+    assert (
+        world.shards[0].buffer.sampler.rule.table.magnitude[batch["index"][:, 2]] == 7
+    ).all()
 
 
 def test_one_row_can_be_added():
@@ -359,7 +450,15 @@ def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
         shape = [steps] if ndim == 1 else [2, steps]
         data = torch.arange(count, count + steps * (1 if ndim == 1 else 2)).view(shape)
         client = world.client(home=place)
-        client.extend(TensorDict({"id": data, "next": {"done": torch.zeros(*shape, 1, dtype=torch.bool)}}, shape))
+        client.extend(
+            TensorDict(
+                {
+                    "id": data,
+                    "next": {"done": torch.zeros(*shape, 1, dtype=torch.bool)},
+                },
+                shape,
+            )
+        )
         client.synchronize()
         shard = world.shards[place]
         flat = torch.arange(len(shard.storage))
@@ -368,14 +467,18 @@ def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
     world.buffer().dumps(tmp_path)
     other = shards(3)
     other.buffer().loads(tmp_path)
-    joined = torch.cat([shard.buffer.chronological()["id"].flatten() for shard in world.shards])
+    joined = torch.cat(
+        [shard.buffer.chronological()["id"].flatten() for shard in world.shards]
+    )
     loaded = [shard.buffer.chronological()["id"].flatten() for shard in other.shards]
     assert torch.equal(torch.cat(loaded), joined)
     assert max(map(len, loaded)) - min(map(len, loaded)) <= ndim
     before, after = magnitudes(world, count), magnitudes(other, count)
     assert torch.equal(before, after)
     assert int((before > 0).sum()) == sum(len(shard.storage) for shard in other.shards)
-    masses = [sum(shard.report().mass for shard in each.shards) for each in (world, other)]
+    masses = [
+        sum(shard.report().mass for shard in each.shards) for each in (world, other)
+    ]
     assert masses[0] == pytest.approx(masses[1])
     batch = other.client().sample()
     assert set(batch["id"].tolist()) <= set((before > 0).nonzero().flatten().tolist())
@@ -393,7 +496,9 @@ def test_a_restarted_shard_goes_on_from_its_dump(tmp_path):
 
 
 def test_without_ray_the_room_names_its_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("rlbuf_td.distributed")]:
+    for name in [
+        name for name in sys.modules if name.startswith("rlbuf_td.distributed")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'rlbuf_td\[ray\]'"):
@@ -404,7 +509,10 @@ def test_without_ray_the_room_names_its_extra(monkeypatch):
 
 
 def stored(world: World) -> list[list[int]]:
-    return [sorted(shard.storage[:]["id"].tolist()) if len(shard.storage) else [] for shard in world.shards]
+    return [
+        sorted(shard.storage[:]["id"].tolist()) if len(shard.storage) else []
+        for shard in world.shards
+    ]
 
 
 def loaded(path: Path, shards: int = 2) -> World:
@@ -425,7 +533,9 @@ def test_an_interrupted_dump_leaves_the_previous_one_as_it_was(tmp_path):
     priorities = magnitudes(world, 60)
     world.client(home=0).extend(rows(60, 20))
     world.handles[1].is_lost = True
-    with pytest.raises(CheckpointError, match=r"shards \[1\] are lost: the dump is not complete"):
+    with pytest.raises(
+        CheckpointError, match=r"shards \[1\] are lost: the dump is not complete"
+    ):
         world.buffer().dumps(tmp_path)
     other = loaded(tmp_path)
     assert stored(other) == before
@@ -435,7 +545,10 @@ def test_an_interrupted_dump_leaves_the_previous_one_as_it_was(tmp_path):
     world.handles[1].is_lost = False
     world.buffer().dumps(tmp_path)
     assert stored(loaded(tmp_path)) == stored(world) != before
-    assert {each.name for each in tmp_path.iterdir()} == {"shards", Manifest.read(tmp_path).dump}
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "shards",
+        Manifest.read(tmp_path).dump,
+    }
 
 
 def test_a_shard_restarts_from_a_dump_of_as_many_shards_or_empty(tmp_path):
@@ -449,7 +562,9 @@ def test_a_shard_restarts_from_a_dump_of_as_many_shards_or_empty(tmp_path):
 
 def test_a_shard_that_restarts_while_its_dump_is_replaced_takes_the_new_one(tmp_path):
     world, before = dumped(tmp_path)
-    found = iter([str(tmp_path / "shards-0" / "shard-0000"), newest_dump(tmp_path, 0, 2)])
+    found = iter(
+        [str(tmp_path / "shards-0" / "shard-0000"), newest_dump(tmp_path, 0, 2)]
+    )
     world.handles[0].restart_from(lambda: next(found))
     assert stored(world) == before
 
@@ -475,11 +590,22 @@ def test_unchanged_data_is_not_written_again(tmp_path):
     files = {file.stat().st_ino for file in tmp_path.glob("*/*/data/*")}
     world.client(home=1).extend(rows(60, 1))
     world.buffer().dumps(tmp_path)
-    again = [file for file in tmp_path.glob("*/shard-0000/data/*") if file.stat().st_ino in files]
+    again = [
+        file
+        for file in tmp_path.glob("*/shard-0000/data/*")
+        if file.stat().st_ino in files
+    ]
     assert sum(file.stat().st_size for file in again) > 0
 
 
-WRONG = [{"steps": [1.5]}, {"steps": 1}, {"lanes": -1}, {"dump": "../x"}, {"dump": 3}, {"x": 1}]
+WRONG = [
+    {"steps": [1.5]},
+    {"steps": 1},
+    {"lanes": -1},
+    {"dump": "../x"},
+    {"dump": 3},
+    {"x": 1},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -488,16 +614,25 @@ def test_a_manifest_that_names_no_dump_is_refused(wrong, tmp_path):
         loaded(tmp_path)
     dumped(tmp_path)
     change_manifest(tmp_path, wrong)
-    with pytest.raises(CheckpointError, match="does not say which dumps of shards belong together"):
+    with pytest.raises(
+        CheckpointError, match="does not say which dumps of shards belong together"
+    ):
         loaded(tmp_path)
 
 
 def change_manifest(path: Path, entries: dict[str, Any]) -> None:
-    resign(path / "shards", lambda document: document | {"state": document["state"] | entries})
+    resign(
+        path / "shards",
+        lambda document: document | {"state": document["state"] | entries},
+    )
 
 
 def counts(world: World) -> Any:
-    return {name: int(count) for name, count in world.flow.limiter.report().items() if name in ("inserts", "samples")}
+    return {
+        name: int(count)
+        for name, count in world.flow.limiter.report().items()
+        if name in ("inserts", "samples")
+    }
 
 
 def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
@@ -507,11 +642,16 @@ def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
     for _ in range(3):
         client.sample()
     world.buffer().dumps(tmp_path)
-    for flow, expected in ((FlowControl(4.0, 10, 400), (50, 192)), (FlowControl(2.0, 10, 400), (50, 80))):
+    for flow, expected in (
+        (FlowControl(4.0, 10, 400), (50, 192)),
+        (FlowControl(2.0, 10, 400), (50, 80)),
+    ):
         other = World(1, proportional, flow=flow)
         other.buffer().loads(tmp_path)
         assert tuple(counts(other).values()) == expected
         assert other.client().sample().shape == (64,)
-    change_manifest(tmp_path, {"flow": (Manifest.read(tmp_path).flow or {}) | {"counts": "none"}})
+    change_manifest(
+        tmp_path, {"flow": (Manifest.read(tmp_path).flow or {}) | {"counts": "none"}}
+    )
     with pytest.raises(CheckpointError, match="flow control needs 6 whole numbers"):
         other.buffer().loads(tmp_path)

@@ -1,4 +1,5 @@
-"""The rows of a recorder against the histories that the Gymnasium environments keep themselves."""
+"""The rows of a recorder against the histories that the Gymnasium environments keep
+themselves."""
 
 from __future__ import annotations
 
@@ -26,9 +27,19 @@ LANES = 3
 MODES = list(AutoresetMode)
 
 
-def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: Any) -> Any:
-    cls = {"sync": SyncVectorEnv, "overwriting": partial(SyncVectorEnv, copy=False), "async": AsyncVectorEnv}[how]
-    return cls([partial(Walk, kind, 3 + lane) for lane in range(LANES)], autoreset_mode=mode, **kwargs)
+def vector(
+    mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: Any
+) -> Any:
+    cls = {
+        "sync": SyncVectorEnv,
+        "overwriting": partial(SyncVectorEnv, copy=False),
+        "async": AsyncVectorEnv,
+    }[how]
+    return cls(
+        [partial(Walk, kind, 3 + lane) for lane in range(LANES)],
+        autoreset_mode=mode,
+        **kwargs,
+    )
 
 
 def started(env: Any, **settings: Any) -> td.GymnasiumRecorder:
@@ -49,8 +60,13 @@ def run(recorder: td.GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> 
 
 
 def histories(env: Any) -> list[TensorDict]:
-    kept = env.get_attr("history") if hasattr(env, "num_envs") else [env.unwrapped.history]
-    return [torch.stack([td.make_transition(*step[:6]) for step in history]) for history in kept]
+    kept = (
+        env.get_attr("history") if hasattr(env, "num_envs") else [env.unwrapped.history]
+    )
+    return [
+        torch.stack([td.make_transition(*step[:6]) for step in history])
+        for history in kept
+    ]
 
 
 def lanes_of(rb: td.ReplayBuffer) -> list[Any]:
@@ -68,7 +84,8 @@ def assert_equal(rows: TensorDict, expected: TensorDict) -> None:
 
 
 def assert_neighbours_follow(lane: TensorDict) -> None:
-    """Within a trajectory, a row's next observation is the following row's observation; trajectories are whole."""
+    """Within a trajectory, a row's next observation is the following row's observation;
+    trajectories are whole."""
     ids, done = lane["collector", "traj_ids"], lane["next", "done"].flatten()
     same = (ids[1:] == ids[:-1]) & ~done[:-1]
     for key in set(lane["next"].keys(True, True)) & set(lane.keys(True, True)):
@@ -88,13 +105,20 @@ def test_lanes_hold_the_histories_and_infos_of_their_environments(mode, how, kin
     env = vector(mode, kind, how)
     rb = td.ReplayBuffer.from_env(env, 3_000, batch_size=4)
     stepped = gymnasium.wrappers.vector.DictInfoToList(env) if kind == "dict" else env
-    recorder = td.GymnasiumRecorder(rb, stepped, infos={"energy": np.float64(0), "won": 7})
+    recorder = td.GymnasiumRecorder(
+        rb, stepped, infos={"energy": np.float64(0), "won": 7}
+    )
     run(recorder, env, 60)
     kept, steps = histories(env), env.get_attr("history")
     env.close()
     assert len(rb) == sum(map(len, kept))
-    assert (len({len(history) for history in kept}) > 1) is (mode is AutoresetMode.NEXT_STEP)
-    assert all(any(history["next", key].any() for history in kept) for key in ("terminated", "truncated"))
+    assert (len({len(history) for history in kept}) > 1) is (
+        mode is AutoresetMode.NEXT_STEP
+    )
+    assert all(
+        any(history["next", key].any() for history in kept)
+        for key in ("terminated", "truncated")
+    )
     for lane, history in enumerate(kept):
         rows = rb.lane(lane).chronological()
         assert_equal(rows, history)
@@ -102,17 +126,24 @@ def test_lanes_hold_the_histories_and_infos_of_their_environments(mode, how, kin
         infos = [step[6] for step in steps[lane]]  # of the step, not of the reset
         assert rows["next", "energy"].dtype == torch.float64
         assert rows["next", "energy"].tolist() == [info["energy"] for info in infos]
-        assert rows["next", "won"].tolist() == [int(info.get("won", 7)) for info in infos]
+        assert rows["next", "won"].tolist() == [
+            int(info.get("won", 7)) for info in infos
+        ]
 
 
 @pytest.mark.parametrize(
-    ("autoreset", "kind", "lanes"), [(False, "dict", False), (True, "box", True), (True, "tuple", False)]
+    ("autoreset", "kind", "lanes"),
+    [(False, "dict", False), (True, "box", True), (True, "tuple", False)],
 )
 def test_a_single_environment_is_recorded_at_once(autoreset, kind, lanes):
     env: Any = Walk(kind)
     if autoreset:
         env = gymnasium.wrappers.Autoreset(env)
-    rb = td.ReplayBuffer(storage=td.PackedStorage(1_000, ndim=2)) if lanes else td.ReplayBuffer.from_env(env, 1_000)
+    rb = (
+        td.ReplayBuffer(storage=td.PackedStorage(1_000, ndim=2))
+        if lanes
+        else td.ReplayBuffer.from_env(env, 1_000)
+    )
     recorder = td.GymnasiumRecorder(rb, env)
     run(recorder, env, 50)
     (history,) = histories(env)
@@ -162,7 +193,9 @@ def test_a_step_that_fails_in_the_environment_breaks_off_every_episode(error):
                 raise error
             return result
 
-    env = SyncVectorEnv([partial(Walk, "box", 50), partial(Failing, "box", 50)], autoreset_mode=MODES[2])
+    env = SyncVectorEnv(
+        [partial(Walk, "box", 50), partial(Failing, "box", 50)], autoreset_mode=MODES[2]
+    )
     recorder = started(env)
     for _ in range(2):
         recorder.step(np.zeros(2, int))
@@ -197,7 +230,9 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
     env = Walk("box", 50)
 
     def buffer() -> td.ReplayBuffer:
-        return td.ReplayBuffer(storage=td.PackedStorage(100), stats=td.EpisodeStats(), batch_size=4)
+        return td.ReplayBuffer(
+            storage=td.PackedStorage(100), stats=td.EpisodeStats(), batch_size=4
+        )
 
     def recorded(rb: td.ReplayBuffer) -> td.GymnasiumRecorder:
         recorder = td.GymnasiumRecorder(rb, env)
@@ -209,10 +244,19 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
     first = recorded(saved := buffer())
     saved.dumps(tmp_path / "saved")
     rb = saved if how == "in an episode" else buffer()
-    recorder = first if how == "in an episode" else td.GymnasiumRecorder(rb, env) if how == "made before" else None
+    recorder = (
+        first
+        if how == "in an episode"
+        else td.GymnasiumRecorder(rb, env)
+        if how == "made before"
+        else None
+    )
     rb.loads(tmp_path / "saved")
     recorder = recorder or td.GymnasiumRecorder(rb, env)
-    with pytest.raises(RuntimeError, match=r"call the recorder's reset\(\) before its first step.*was loaded"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"call the recorder's reset\(\) before its first step.*was loaded",
+    ):
         recorder.step(0)
     first, _ = recorder.reset(seed=1)
     recorder.step(0)
@@ -224,7 +268,8 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_
     assert rb.episode_stats.history()["length"].tolist() == [len(rb) - 3]
 
 
-# (With autoreset disabled, Gymnasium 1.4's wrapper counts all lanes anew when one is reset.)
+# (With autoreset disabled, Gymnasium 1.4's wrapper counts all lanes anew when one is
+# reset.)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
     env = gymnasium.wrappers.vector.RecordEpisodeStatistics(vector(mode))
@@ -242,10 +287,17 @@ def test_infos_are_converted_to_the_dtype_of_their_default_if_lossless(how):
     class Fetch(Walk):
         def step(self, action: Any) -> Any:
             *result, info = super().step(action)
-            return *result, info | {"is_success": np.float32(info.get("won", 0)), "level": 0.5}
+            return *result, info | {
+                "is_success": np.float32(info.get("won", 0)),
+                "level": 0.5,
+            }
 
     make = partial(Fetch, "dict")
-    env: Any = make() if how == "single" else SyncVectorEnv([make] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    env: Any = (
+        make()
+        if how == "single"
+        else SyncVectorEnv([make] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    )
     env = gymnasium.wrappers.vector.DictInfoToList(env) if how == "list" else env
     recorder = started(env, infos={"is_success": False, "won": 0.0})
     run(recorder, env, 3)
@@ -264,7 +316,9 @@ def test_extras_are_stored_with_each_step_but_those_that_reset():
     for number in range(30):
         value = torch.full((LANES, 1), float(number), requires_grad=True)
         _, _, terminated, truncated, _ = recorder.step(
-            np.zeros(LANES, int), state_value=value, more={"n": np.array([3, 2, 1])[::-1]}
+            np.zeros(LANES, int),
+            state_value=value,
+            more={"n": np.array([3, 2, 1])[::-1]},
         )
         for lane in (~ended).nonzero()[0].tolist():
             given[lane].append(float(number))
@@ -278,21 +332,32 @@ def test_extras_are_stored_with_each_step_but_those_that_reset():
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_rollouts_are_filled_one_after_the_other_with_rows_of_the_current_policy(mode):
     env = vector(mode)
-    network = TensorDictModule(lambda obs: torch.zeros(*obs.shape[:-1], 1), ["observation"], ["state_value"])
-    rollout = td.RolloutBuffer.from_env(env, 8, batch_size=6, gamma=0.5, lmbda=1.0, value_network=network)
+    network = TensorDictModule(
+        lambda obs: torch.zeros(*obs.shape[:-1], 1), ["observation"], ["state_value"]
+    )
+    rollout = td.RolloutBuffer.from_env(
+        env, 8, batch_size=6, gamma=0.5, lmbda=1.0, value_network=network
+    )
     recorder = td.GymnasiumRecorder(rollout, env)
     recorder.reset(seed=0)
     complete = written = 0
     for _ in range(40):
         version = np.full(LANES, complete)
-        ended = recorder.step(np.ones(LANES, int), state_value=np.zeros((LANES, 1), np.float32), version=version)[2:4]
+        ended = recorder.step(
+            np.ones(LANES, int),
+            state_value=np.zeros((LANES, 1), np.float32),
+            version=version,
+        )[2:4]
         if mode is AutoresetMode.DISABLED and np.any(ended):
             recorder.reset(options={"reset_mask": np.any(ended, axis=0)})
         if rollout.is_complete and rollout.write_count > written:
             assert (rollout.storage["version"] == complete).all()
             complete, written = complete + 1, rollout.write_count
             for lane, history in enumerate(histories(env)):
-                assert_equal(rollout.storage[:][:, lane], history[8 * (complete - 1) : 8 * complete])
+                assert_equal(
+                    rollout.storage[:][:, lane],
+                    history[8 * (complete - 1) : 8 * complete],
+                )
             assert sum(len(batch) for batch in rollout) == 8 * LANES
     assert complete >= 3
 
@@ -304,8 +369,15 @@ def test_rollouts_refuse_lanes_that_drift_apart():
     critic = TensorDictModule(network, ["observation"], ["state_value"])
     env = gymnasium.make_vec("CartPole-v1", 2)
     rollout = td.RolloutBuffer.from_env(env, 30, value_network=critic)
-    for buffer in (rollout, td.ReplayBuffer(storage=td.PackedStorage(60, ndim=2), writer=td.RolloutWriter())):
-        with pytest.raises(ValueError, match=r"next-step autoreset: .*AutoresetMode\.SAME_STEP") as refused:
+    for buffer in (
+        rollout,
+        td.ReplayBuffer(
+            storage=td.PackedStorage(60, ndim=2), writer=td.RolloutWriter()
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=r"next-step autoreset: .*AutoresetMode\.SAME_STEP"
+        ) as refused:
             td.GymnasiumRecorder(buffer, env)
     assert not len(rollout)
     remedy = str(refused.value).split("for example ")[1]
@@ -313,11 +385,18 @@ def test_rollouts_refuse_lanes_that_drift_apart():
     run(td.GymnasiumRecorder(rollout, env), env, 30)
     assert rollout.is_complete
     alone = SyncVectorEnv([Walk])  # a single lane is never behind
-    run(td.GymnasiumRecorder(td.RolloutBuffer.from_env(alone, 30, value_network=critic), alone), alone, 20)
+    run(
+        td.GymnasiumRecorder(
+            td.RolloutBuffer.from_env(alone, 30, value_network=critic), alone
+        ),
+        alone,
+        20,
+    )
 
 
 class Forgetful(gymnasium.vector.VectorWrapper):
-    """Same-step autoreset as in simulators: the final observation is lost, or missing in a lane."""
+    """Same-step autoreset as in simulators: the final observation is lost, or missing
+    in a lane."""
 
     def __init__(self, env: Any, keeps: bool) -> None:
         super().__init__(env)
@@ -326,13 +405,19 @@ class Forgetful(gymnasium.vector.VectorWrapper):
     def step(self, actions: Any) -> Any:
         *result, info = self.env.step(actions)
         final = info.pop("final_obs", None)
-        return *result, info | ({"final_obs": np.full(len(final), None)} if self._keeps and final is not None else {})
+        return *result, info | (
+            {"final_obs": np.full(len(final), None)}
+            if self._keeps and final is not None
+            else {}
+        )
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
     env = Forgetful(vector(AutoresetMode.SAME_STEP), keeps)
-    with pytest.raises(RuntimeError, match=r"observation is lost.*state_value.*terminated=True") as refused:
+    with pytest.raises(
+        RuntimeError, match=r"observation is lost.*state_value.*terminated=True"
+    ) as refused:
         run(started(env), env, 20)
     assert "autoreset_mode" not in str(refused.value)
     value = lambda obs: torch.from_numpy(obs[:, 1:]) / 8  # noqa: E731  # how many steps the episode has had
@@ -344,21 +429,43 @@ def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
             following, reward, terminated, truncated, _ = env.step(np.zeros(LANES, int))
             ended = torch.from_numpy(terminated | truncated).unsqueeze(-1)
             next_value = torch.where(ended, value(obs) + 1 / 8, value(following))
-            flags = (terminated, truncated) if by_value else (terminated | truncated, np.zeros(LANES, bool))
-            more = {"next": {"state_value": next_value if by_value else value(following)}}
-            rollout.add(
-                td.make_transition(obs, np.zeros(LANES, int), reward, following, *flags, state_value=value(obs), **more)
+            flags = (
+                (terminated, truncated)
+                if by_value
+                else (terminated | truncated, np.zeros(LANES, bool))
             )
-            target = torch.from_numpy(reward).unsqueeze(-1) + 0.5 * next_value * ~torch.from_numpy(flags[0])[:, None]
+            more = {
+                "next": {"state_value": next_value if by_value else value(following)}
+            }
+            rollout.add(
+                td.make_transition(
+                    obs,
+                    np.zeros(LANES, int),
+                    reward,
+                    following,
+                    *flags,
+                    state_value=value(obs),
+                    **more,
+                )
+            )
+            target = (
+                torch.from_numpy(reward).unsqueeze(-1)
+                + 0.5 * next_value * ~torch.from_numpy(flags[0])[:, None]
+            )
             expected.append(target - value(obs))
             obs = following
-        assert torch.allclose(rollout.storage["advantage"], torch.stack(expected).float())
+        assert torch.allclose(
+            rollout.storage["advantage"], torch.stack(expected).float()
+        )
 
 
 def test_an_unknown_autoreset_mode_is_refused():
     env = vector(AutoresetMode.SAME_STEP)
     env.metadata = {}
-    with pytest.raises(ValueError, match=r"must have an 'autoreset_mode'.*AutoresetMode, got None: set the mode"):
+    with pytest.raises(
+        ValueError,
+        match=r"must have an 'autoreset_mode'.*AutoresetMode, got None: set the mode",
+    ):
         td.GymnasiumRecorder(td.ReplayBuffer.from_env(env, 100), env)
     env.metadata = env.metadata | {"autoreset_mode": AutoresetMode.SAME_STEP}
     run(started(env), env, 20)
@@ -384,13 +491,19 @@ def test_transforms_see_what_is_recorded():
 def test_rewards_may_be_arrays(shape, lanes):
     lead = (lanes,) if lanes else ()
     extras = {"next": {"reward": np.zeros((*lead, *shape))}}
-    for declared, made in ((True, {}), (False, {"extras": extras}), (True, {"shared": True})):
+    for declared, made in (
+        (True, {}),
+        (False, {"extras": extras}),
+        (True, {"shared": True}),
+    ):
         env = rewarded(shape, lanes, declared)
         rb = td.ReplayBuffer.from_env(env, 200, **made)
         run(td.GymnasiumRecorder(rb, env), env, 20)
         for lane, history in enumerate(histories(env)):
             rows = rb.chronological()[:, lane] if lanes else rb.chronological()
-            assert torch.equal(rows["next", "reward"].float(), history["next", "reward"])
+            assert torch.equal(
+                rows["next", "reward"].float(), history["next", "reward"]
+            )
             assert rows["next", "reward"].shape[1:] == shape
         run(td.GymnasiumRecorder(rb, env), env, 3)  # a second recorder
 
@@ -398,22 +511,33 @@ def test_rewards_may_be_arrays(shape, lanes):
 def test_rewards_that_do_not_fit_the_rows_are_refused():
     env = rewarded((3,), 2)
     rb = td.ReplayBuffer.from_env(env, 200)
-    with pytest.raises(td.SchemaError, match=r"reward'\) came with shape \(2, 3\), the rows hold \(2, 1\)") as refused:
+    with pytest.raises(
+        td.SchemaError,
+        match=r"reward'\) came with shape \(2, 3\), the rows hold \(2, 1\)",
+    ) as refused:
         run(td.GymnasiumRecorder(rb, env), env, 3)
     assert not len(rb)
-    remedy = eval(str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch})
+    remedy = eval(
+        str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch}
+    )
     rb = td.ReplayBuffer.from_env(env, 200, extras=remedy)
     run(td.GymnasiumRecorder(rb, env), env, 3)
     other = rewarded((2,), 2)
-    with pytest.raises(td.SchemaError, match=r"came with shape \(2, 2\), the rows hold \(2, 3\)"):
+    with pytest.raises(
+        td.SchemaError, match=r"came with shape \(2, 2\), the rows hold \(2, 3\)"
+    ):
         run(td.GymnasiumRecorder(rb, other), other, 3)
     assert len(rb) == 6
 
 
-@pytest.mark.parametrize("how", ["from_env", "from_spaces", "shared=True", "single", "rollout", "after"])
+@pytest.mark.parametrize(
+    "how", ["from_env", "from_spaces", "shared=True", "single", "rollout", "after"]
+)
 def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
     env: Any = Walk() if how == "single" else vector(AutoresetMode.SAME_STEP)
-    critic = TensorDictModule(lambda obs: obs[..., :1], ["observation"], ["state_value"])
+    critic = TensorDictModule(
+        lambda obs: obs[..., :1], ["observation"], ["state_value"]
+    )
     if how == "from_spaces":
         spaces = env.single_observation_space, env.single_action_space
         rb: Any = td.ReplayBuffer.from_spaces(*spaces, 300, num_envs=LANES)
@@ -433,9 +557,13 @@ def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
 def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
     env, infos = vector(AutoresetMode.SAME_STEP), {"energy": 0.0}
     rb = td.ReplayBuffer.from_env(env, 300).share()
-    with pytest.raises(td.SchemaError, match=r"have no \('next', 'energy'\), which the recorder writes") as refused:
+    with pytest.raises(
+        td.SchemaError, match=r"have no \('next', 'energy'\), which the recorder writes"
+    ) as refused:
         td.GymnasiumRecorder(rb, env, infos=infos)
-    remedy = eval(str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch})
+    remedy = eval(
+        str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch}
+    )
     rb = td.ReplayBuffer.from_env(env, 300, extras=remedy).share()
     run(td.GymnasiumRecorder(rb, env, infos=infos), env, 3)
     assert len(rb) == 3 * LANES
@@ -446,9 +574,13 @@ def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
 STEPS = 40
 
 
-def buffer(env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any) -> td.ReplayBuffer:
+def buffer(
+    env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any
+) -> td.ReplayBuffer:
     spaces = env.observation_space, env.action_space
-    return td.ReplayBuffer.from_spaces(*spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs)
+    return td.ReplayBuffer.from_spaces(
+        *spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs
+    )
 
 
 def recorder_of(target: Any, env: Walk, seed: int) -> td.GymnasiumRecorder:
@@ -472,21 +604,34 @@ def assert_rows(rows: Any, expected: TensorDict) -> None:
 @pytest.mark.parametrize(("kind", "capacity"), [("box", STEPS), ("dict", 4 * STEPS)])
 def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capacity):
     envs, stats = [Walk(kind), Walk(kind)], td.EpisodeStats()
-    rb = buffer(envs[0], 2, capacity, stats=stats, sampler=td.NStepSampler(td.UniformSampler(), 3, 0.5))
-    fast, slow = (recorder_of(rb.lane(lane), env, lane) for lane, env in enumerate(envs))
+    rb = buffer(
+        envs[0],
+        2,
+        capacity,
+        stats=stats,
+        sampler=td.NStepSampler(td.UniformSampler(), 3, 0.5),
+    )
+    fast, slow = (
+        recorder_of(rb.lane(lane), env, lane) for lane, env in enumerate(envs)
+    )
     for step in range(2 * STEPS):
         act(fast)
         if step % 3 == 0:
             act(slow)
         if step % 25 == 24:
             slow.reset()  # breaks off an episode
-        assert [len(rb.lane(lane)) for lane in (0, 1)] == [min(capacity, len(env.history)) for env in envs]
+        assert [len(rb.lane(lane)) for lane in (0, 1)] == [
+            min(capacity, len(env.history)) for env in envs
+        ]
     kept = [histories(env)[0] for env in envs]
     for lane, history in enumerate(kept):
         assert_rows(rb.lane(lane).chronological(), history[-capacity:])
     assert stats.steps == sum(map(len, kept))
     assert stats.episodes == sum(int(history["next", "done"].sum()) for history in kept)
-    first, second = (set(rb.lane(lane).chronological()["collector", "traj_ids"].tolist()) for lane in (0, 1))
+    first, second = (
+        set(rb.lane(lane).chronological()["collector", "traj_ids"].tolist())
+        for lane in (0, 1)
+    )
     assert not first & second
     batch = rb.sample()  # the third next observation of an episode, or its last
     t, e = batch["index"].unbind(-1)
@@ -495,7 +640,9 @@ def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capaci
     assert ended.any()
 
 
-@pytest.mark.parametrize(("mode", "kind"), [*zip(AutoresetMode, ["box", "dict", "box"], strict=True)])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [*zip(AutoresetMode, ["box", "dict", "box"], strict=True)]
+)
 def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
     env = SyncVectorEnv([partial(Walk, kind)], autoreset_mode=mode)
     rb = buffer(Walk(kind), 2, 100)
@@ -508,10 +655,15 @@ def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
     assert len(rb.lane(0)) == 0
     rows = rb.lane(1).chronological()
     assert_rows(rows, histories(env)[0])
-    assert rows["next", "energy"].tolist() == [step[6]["energy"] for step in env.get_attr("history")[0]]
+    assert rows["next", "energy"].tolist() == [
+        step[6]["energy"] for step in env.get_attr("history")[0]
+    ]
 
 
-@pytest.mark.parametrize(("how", "kind"), [("threads", "dict"), ("processes", "box"), ("shared threads", "box")])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("threads", "dict"), ("processes", "box"), ("shared threads", "box")],
+)
 def test_actors_record_at_the_same_time(how, kind):
     lanes = 2
     rb = buffer(Walk(kind), lanes, 4 * STEPS, sampler=td.UniformSampler())
@@ -525,12 +677,22 @@ def test_actors_record_at_the_same_time(how, kind):
             recorder = recorder_of(rb.lane(lane), envs[lane], lane)
             for _ in range((3 + lane) * STEPS // 2):
                 act(recorder)
-            results.put((lane, {key: x.numpy() for key, x in histories(envs[lane])[0].items(True, True)}))
+            results.put(
+                (
+                    lane,
+                    {
+                        key: x.numpy()
+                        for key, x in histories(envs[lane])[0].items(True, True)
+                    },
+                )
+            )
         except BaseException:
             results.put((lane, traceback.format_exc()))
             raise
 
-    make: Any = mp.get_context("fork").Process if how == "processes" else threading.Thread
+    make: Any = (
+        mp.get_context("fork").Process if how == "processes" else threading.Thread
+    )
     workers = [make(target=work, args=(lane,)) for lane in range(lanes)]
     for worker in workers:
         worker.start()
@@ -538,22 +700,32 @@ def test_actors_record_at_the_same_time(how, kind):
     for worker in workers:
         worker.join(60)
     assert not [error for error in found.values() if isinstance(error, str)]
-    ids = [rb.lane(lane).chronological()["collector", "traj_ids"] for lane in range(lanes)]
+    ids = [
+        rb.lane(lane).chronological()["collector", "traj_ids"] for lane in range(lanes)
+    ]
     assert not set(ids[0].tolist()) & set(ids[1].tolist())
     for lane, history in found.items():
         steps = {key: torch.from_numpy(value) for key, value in history.items()}
-        assert_rows(rb.lane(lane).chronological(), TensorDict(steps, [(3 + lane) * STEPS // 2]))
+        assert_rows(
+            rb.lane(lane).chronological(), TensorDict(steps, [(3 + lane) * STEPS // 2])
+        )
     assert len(rb.sample()) == 200
 
 
 @pytest.mark.parametrize("target", ["lane", "recorder"])
 def test_a_lane_waits_while_another_thread_reserves_the_rows_again(target):
     rb, env, found = buffer(Walk(), 2), Walk(), []
-    rows = rb.storage.all_rows().layout.unpack(torch.empty(2, rb.storage.row_bytes, dtype=torch.uint8))
+    rows = rb.storage.all_rows().layout.unpack(
+        torch.empty(2, rb.storage.row_bytes, dtype=torch.uint8)
+    )
     lane = rb.lane(1)
 
     def work() -> None:
-        found.append(rb.lane(0).number if target == "lane" else td.GymnasiumRecorder(lane, env)._lane)
+        found.append(
+            rb.lane(0).number
+            if target == "lane"
+            else td.GymnasiumRecorder(lane, env)._lane
+        )
 
     thread = threading.Thread(target=work)
     with rb.storage.lock:

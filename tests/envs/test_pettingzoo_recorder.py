@@ -1,4 +1,5 @@
-"""The recorder of PettingZoo environments: its rows, and the returns of agents that die and return."""
+"""The recorder of PettingZoo environments: its rows, and the returns of agents that die
+and return."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from tensordict import TensorDict
 from torchrl.envs import MarlGroupMapType
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
-from rlbuf_td import NStepSampler, PackedStorage, PettingZooRecorder, ReplayBuffer, SchemaError, UniformSampler, check
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    PettingZooRecorder,
+    ReplayBuffer,
+    SchemaError,
+    UniformSampler,
+    check,
+)
 from tests.multi_agent import AGENTS, Meadow, act
 
 GROUPS = {"wolf": AGENTS[:3], "sheep": AGENTS[3:]}
@@ -44,34 +53,80 @@ def run(recorder: PettingZooRecorder, steps: int) -> ReplayBuffer:
 
 
 def brute(env: Meadow) -> list[dict[Any, np.ndarray]]:
-    """Return what the rows of an environment must hold, step by step, in plain loops."""
+    """Return what the rows of an environment must hold, step by step, in plain
+    loops."""
     rows = []
-    for _, acted, before, actions, (seen, rewards, terminated, truncated, _), living in env.history:
+    for _, acted, before, actions, (
+        seen,
+        rewards,
+        terminated,
+        truncated,
+        _,
+    ), living in env.history:
         row: dict[Any, Any] = {}
         for name, agents in GROUPS.items():
             kind = np.float64 if name == "sheep" else np.float32
             place, following = (np.zeros((len(agents), 2), kind) for _ in range(2))
-            action = np.zeros((len(agents), 2), np.float32) if name == "sheep" else np.zeros(len(agents), np.int64)
-            reward, (ended, cut) = np.zeros((len(agents), 1)), np.ones((2, len(agents), 1), bool)
+            action = (
+                np.zeros((len(agents), 2), np.float32)
+                if name == "sheep"
+                else np.zeros(len(agents), np.int64)
+            )
+            reward, (ended, cut) = (
+                np.zeros((len(agents), 1)),
+                np.ones((2, len(agents), 1), bool),
+            )
             allowed, allowed_next = np.ones((2, len(agents), 3), bool)
             for i, agent in enumerate(agents):
                 if agent in acted:
-                    place[i], action[i], reward[i] = _place(before[agent]), actions[agent], rewards[agent]
+                    place[i], action[i], reward[i] = (
+                        _place(before[agent]),
+                        actions[agent],
+                        rewards[agent],
+                    )
                     ended[i], cut[i] = terminated[agent], truncated[agent]
                     allowed[i] = _allowed(before[agent])
                 if agent in seen:
-                    following[i], allowed_next[i] = _place(seen[agent]), _allowed(seen[agent])
-            acts, lives = (np.array([agent in some for agent in agents]) for some in (acted, living))
-            key = (name, "observation") if env.kind == "box" else (name, "observation", "place")
-            row |= {key: place, (name, "action"): action, (name, "mask"): acts, ("next", *key): following}
-            row |= {("next", name, "reward"): reward.astype(np.float32), ("next", name, "mask"): lives}
-            row |= {("next", name, "terminated"): ended, ("next", name, "truncated"): cut}
+                    following[i], allowed_next[i] = (
+                        _place(seen[agent]),
+                        _allowed(seen[agent]),
+                    )
+            acts, lives = (
+                np.array([agent in some for agent in agents])
+                for some in (acted, living)
+            )
+            key = (
+                (name, "observation")
+                if env.kind == "box"
+                else (name, "observation", "place")
+            )
+            row |= {
+                key: place,
+                (name, "action"): action,
+                (name, "mask"): acts,
+                ("next", *key): following,
+            }
+            row |= {
+                ("next", name, "reward"): reward.astype(np.float32),
+                ("next", name, "mask"): lives,
+            }
+            row |= {
+                ("next", name, "terminated"): ended,
+                ("next", name, "truncated"): cut,
+            }
             row["next", name, "done"] = ended | cut
             if env.kind == "dict":
-                row |= {(name, "action_mask"): allowed, ("next", name, "action_mask"): allowed_next}
+                row |= {
+                    (name, "action_mask"): allowed,
+                    ("next", name, "action_mask"): allowed_next,
+                }
         over = not living
         died = over and all(terminated[agent] for agent in acted)
-        row |= {("next", "done"): [over], ("next", "terminated"): [died], ("next", "truncated"): [over and not died]}
+        row |= {
+            ("next", "done"): [over],
+            ("next", "terminated"): [died],
+            ("next", "truncated"): [over and not died],
+        }
         rows.append(row)
     return rows
 
@@ -81,7 +136,11 @@ def _place(observation: Any) -> Any:
 
 
 def _allowed(observation: Any) -> Any:
-    return observation["action_mask"].astype(bool) if isinstance(observation, dict) else [True] * 3
+    return (
+        observation["action_mask"].astype(bool)
+        if isinstance(observation, dict)
+        else [True] * 3
+    )
 
 
 def assert_steps(rows: Any, env: Meadow) -> None:
@@ -91,15 +150,21 @@ def assert_steps(rows: Any, env: Meadow) -> None:
     keys = set(rows.keys(True, True)) - {("collector", "traj_ids")}
     assert keys == set(expected[0])
     for key in keys:
-        assert torch.equal(rows[key], torch.from_numpy(np.stack([row[key] for row in expected]))), key
+        assert torch.equal(
+            rows[key], torch.from_numpy(np.stack([row[key] for row in expected]))
+        ), key
     numbers = rows["collector", "traj_ids"].tolist()
     assert [a == b for a, b in pairwise(numbers)] == [a == b for a, b in pairwise(ids)]
 
 
 @pytest.mark.parametrize("kind", ["box", "dict"])
 @pytest.mark.parametrize("lanes", [0, 3])
-def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(kind, lanes):
-    env: Any = [Meadow(10 + e, kind) for e in range(lanes)] if lanes else Meadow(kind=kind)
+def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(
+    kind, lanes
+):
+    env: Any = (
+        [Meadow(10 + e, kind) for e in range(lanes)] if lanes else Meadow(kind=kind)
+    )
     recorder = started(env)
     rows = run(recorder, 60).chronological()
     returned = 0
@@ -107,9 +172,16 @@ def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(kind
         mine = rows[:, lane] if lanes else rows
         assert_steps(mine, each)
         masks = mine["wolf", "mask"]
-        returned += int((masks[1:] & ~masks[:-1] & (torch.diff(mine["collector", "traj_ids"]) == 0)[:, None]).sum())
+        returned += int(
+            (
+                masks[1:]
+                & ~masks[:-1]
+                & (torch.diff(mine["collector", "traj_ids"]) == 0)[:, None]
+            ).sum()
+        )
     assert returned > 5  # agents that died came back in the same episode
-    assert {finding.code for finding in check(recorder.buffer).findings} == {"float64"}  # the observations of the game
+    # the observations of the game
+    assert {finding.code for finding in check(recorder.buffer).findings} == {"float64"}
 
 
 def test_lanes_hold_the_steps_of_environments_that_go_at_their_own_pace():
@@ -136,34 +208,54 @@ def torchrl_rollout(env: Any, seed: int, **settings: Any) -> TensorDict:
 
 @pytest.mark.parametrize("group_map", [None, "each"])
 def test_rows_are_those_of_torchrls_wrapper(group_map):
-    group_map = MarlGroupMapType.ONE_GROUP_PER_AGENT if group_map == "each" else group_map
+    group_map = (
+        MarlGroupMapType.ONE_GROUP_PER_AGENT if group_map == "each" else group_map
+    )
 
     def make() -> Any:
-        return knights_archers_zombies.parallel_env(max_cycles=200, spawn_delay=5, max_zombies=20)
+        return knights_archers_zombies.parallel_env(
+            max_cycles=200, spawn_delay=5, max_zombies=20
+        )
 
     theirs, env = torchrl_rollout(make(), 3, group_map=group_map), make()
     rb = ReplayBuffer.from_env(env, 300, group_map=group_map)
     recorder = PettingZooRecorder(rb, env, group_map=group_map)
     recorder.reset(seed=3)
     recorder.reset()  # as TorchRL's set_seed and rollout do
-    places = {agent: (g.name, i) for g in recorder.groups for i, agent in enumerate(g.agents)}
+    places = {
+        agent: (g.name, i) for g in recorder.groups for i, agent in enumerate(g.agents)
+    }
     for t in range(len(theirs)):
         actions = {agent: places[agent] for agent in env.agents}
-        recorder.step({agent: theirs[name, "action"][t, i].item() for agent, (name, i) in actions.items()})
+        recorder.step(
+            {
+                agent: theirs[name, "action"][t, i].item()
+                for agent, (name, i) in actions.items()
+            }
+        )
     ours = rb.chronological()
     assert not env.agents
-    flags = {key for key in theirs.keys(True, True) if "next" not in key and key[-1] in ("done", "terminated")}
+    flags = {
+        key
+        for key in theirs.keys(True, True)
+        if "next" not in key and key[-1] in ("done", "terminated")
+    }
     assert set(ours.keys(True, True)) - {("collector", "traj_ids")} == {
         key
         for key in theirs.keys(True, True)
-        if "next" in key or ({"done", "terminated", "truncated"}.isdisjoint({key, *key}))
+        if "next" in key
+        or ({"done", "terminated", "truncated"}.isdisjoint({key, *key}))
     }
     assert flags
     absent = 0
     for key in set(ours.keys(True, True)) - {("collector", "traj_ids")}:
-        assert (ours[key].shape, ours[key].dtype) == (theirs[key].shape, theirs[key].dtype), key
+        assert (ours[key].shape, ours[key].dtype) == (
+            theirs[key].shape,
+            theirs[key].dtype,
+        ), key
         mine, other = ours[key], theirs[key]
-        if "next" not in key and key[-1] != "mask":  # TorchRL keeps the last observation and actions of the dead
+        # TorchRL keeps the last observation and actions of the dead
+        if "next" not in key and key[-1] != "mask":
             acts = ours[key[0], "mask"]
             assert not mine[~acts].any()
             mine, other, absent = mine[acts], other[acts], absent + int((~acts).sum())
@@ -189,7 +281,11 @@ def test_extras_are_stored_and_those_of_absent_agents_are_zeros():
         if any(ended := [not each.agents for each in env]):
             recorder.reset(lanes=ended)
         value = np.full((2, 3, 1), 1.0 + step, np.float32)
-        recorder.step([act(each) for each in env], wolf={"state_value": value}, note=np.full(2, step))
+        recorder.step(
+            [act(each) for each in env],
+            wolf={"state_value": value},
+            note=np.full(2, step),
+        )
     rows = recorder.buffer.chronological()
     acts = rows["wolf", "mask"]
     expected = torch.arange(1.0, 31)[:, None, None] * acts
@@ -197,14 +293,22 @@ def test_extras_are_stored_and_those_of_absent_agents_are_zeros():
     assert not acts.all()
     assert rows["note"][:, 1].tolist() == list(range(30))
     recorder.reset()
-    with pytest.raises(SchemaError, match=r"this step has the extras \[\"'note'\"\], the first step had"):
+    with pytest.raises(
+        SchemaError,
+        match=r"this step has the extras \[\"'note'\"\], the first step had",
+    ):
         recorder.step([act(each) for each in env], note=np.zeros(2))
 
 
 def test_n_step_sums_of_agents_that_end_alone_are_refused():
-    sampler = NStepSampler(UniformSampler(), 4, 0.9, reward_key=("next", "wolf", "reward"))
+    sampler = NStepSampler(
+        UniformSampler(), 4, 0.9, reward_key=("next", "wolf", "reward")
+    )
     rb = run(started(Meadow(), sampler=sampler), 20)
-    with pytest.raises(TypeError, match=r"sums end with the trajectory, not at \('next', 'wolf', 'done'\) of each"):
+    with pytest.raises(
+        TypeError,
+        match=r"sums end with the trajectory, not at \('next', 'wolf', 'done'\) of each",
+    ):
         rb.sample(4)
     plain = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=4)
     flags = [("next", "wolf", name) for name in ("done", "terminated", "truncated")]
@@ -223,7 +327,10 @@ class Broken(Meadow):
             terminated["sheep"] = truncated["sheep"] = False
             self.agents = [agent for agent in self.agents if agent != "sheep"]
         if self.how == "unseen":
-            truncated["sheep"], seen = True, {agent: x for agent, x in seen.items() if agent != "sheep"}
+            truncated["sheep"], seen = (
+                True,
+                {agent: x for agent, x in seen.items() if agent != "sheep"},
+            )
             self.agents = [agent for agent in self.agents if agent != "sheep"]
         return seen, rewards, terminated, truncated, infos
 
@@ -256,15 +363,25 @@ def test_an_ended_environment_must_be_reset():
     while all(each.agents for each in env):
         recorder.step([act(each) for each in env])
     ended = [e for e in range(2) if not env[e].agents]
-    with pytest.raises(RuntimeError, match=rf"reset environments \[{ended[0]}.*with reset\(lanes="):
+    with pytest.raises(
+        RuntimeError, match=rf"reset environments \[{ended[0]}.*with reset\(lanes="
+    ):
         recorder.step([act(each) for each in env])
 
 
 def test_whole_rewards_that_float32_lacks_are_refused_or_kept():
     env = Meadow(rewards=2**24 + 1)
-    with pytest.raises(SchemaError, match=r"'wolf', 'reward'\) is 16777217, which float32 changes to 16777216: store"):
+    with pytest.raises(
+        SchemaError,
+        match=r"'wolf', 'reward'\) is 16777217, which float32 changes to 16777216: store",
+    ):
         run(started(env), 1)
-    extras = {"next": {name: {"reward": torch.zeros(len(GROUPS[name]), 1, dtype=torch.float64)} for name in GROUPS}}
+    extras = {
+        "next": {
+            name: {"reward": torch.zeros(len(GROUPS[name]), 1, dtype=torch.float64)}
+            for name in GROUPS
+        }
+    }
     rows = run(started(env, extras=extras), 20).chronological()
     rewards, acts = rows["next", "wolf", "reward"][..., 0], rows["wolf", "mask"]
     assert torch.equal(rewards, (2**24 + 1.0) * acts.double())

@@ -1,4 +1,5 @@
-"""From spaces, specs and environments to rows, and that data of these environments fit them."""
+"""From spaces, specs and environments to rows, and that data of these environments fit
+them."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ from tests.catalogue import assert_same
 from tests.environments import SPACES
 from tests.residency import resident
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
+)
 
 
 def leaves(data: Any) -> dict[Any, tuple[torch.dtype, tuple[int, ...]]]:
-    return {key: (data[key].dtype, tuple(data[key].shape)) for key in data.keys(True, True)}
+    return {
+        key: (data[key].dtype, tuple(data[key].shape)) for key in data.keys(True, True)
+    }
 
 
 CATALOGUE = [
@@ -38,21 +43,41 @@ CATALOGUE = [
     spaces.Discrete(5, dtype=np.int32),
     spaces.MultiDiscrete([[2, 3], [4, 5]], dtype=np.int16),
     spaces.MultiBinary([2, 3]),
-    spaces.Dict(a=spaces.Discrete(2), b=spaces.Dict(c=spaces.Box(0, 1, (1,)), d=spaces.MultiBinary(2))),
-    spaces.Tuple((spaces.Discrete(2), spaces.Dict(x=spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.Discrete(3)))))),
+    spaces.Dict(
+        a=spaces.Discrete(2),
+        b=spaces.Dict(c=spaces.Box(0, 1, (1,)), d=spaces.MultiBinary(2)),
+    ),
+    spaces.Tuple(
+        (
+            spaces.Discrete(2),
+            spaces.Dict(x=spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.Discrete(3)))),
+        )
+    ),
     *SPACES.values(),
 ]
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
 @pytest.mark.parametrize("space", CATALOGUE, ids=str)
-def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space, num_envs):
+def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(
+    space, num_envs
+):
     space.seed(0)
-    batched = space if num_envs is None else gymnasium.vector.utils.batch_space(space, num_envs)
+    batched = (
+        space
+        if num_envs is None
+        else gymnasium.vector.utils.batch_space(space, num_envs)
+    )
     batched.seed(0)
-    ends = (np.array([True, False, False]), np.array([False, True, False])) if num_envs else (False, True)
+    ends = (
+        (np.array([True, False, False]), np.array([False, True, False]))
+        if num_envs
+        else (False, True)
+    )
     reward = np.zeros(num_envs) if num_envs else 0.0
-    step = td.make_transition(batched.sample(), batched.sample(), reward, batched.sample(), *ends)
+    step = td.make_transition(
+        batched.sample(), batched.sample(), reward, batched.sample(), *ends
+    )
     schema = transition_schema(space, space, num_envs)
     assert all(schema.get(key).device.type == "meta" for key in schema.keys(True, True))
     assert leaves(step) == leaves(schema)
@@ -60,30 +85,44 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     assert td.schema_of(space).batch_size == torch.Size([])
     if num_envs is None:
         observation = {
-            key: leaf for key, leaf in leaves(schema["next"]).items() if key in td.schema_of(space).keys(True)
+            key: leaf
+            for key, leaf in leaves(schema["next"]).items()
+            if key in td.schema_of(space).keys(True)
         }
         assert leaves(td.schema_of(space)) == observation
-    assert torch.equal(step["next", "done"], step["next", "terminated"] | step["next", "truncated"])
+    assert torch.equal(
+        step["next", "done"], step["next", "terminated"] | step["next", "truncated"]
+    )
     rb = td.ReplayBuffer.from_spaces(space, space, 30, num_envs=num_envs)
     rb.add(step)
     assert leaves(rb.storage[0]) == leaves(step)
 
 
 def test_specs_give_what_their_values_are():
-    observation = Composite(pixels=Bounded(0, 255, (3, 4, 4), dtype=torch.uint8), inner=Composite(x=Unbounded((2,))))
+    observation = Composite(
+        pixels=Bounded(0, 255, (3, 4, 4), dtype=torch.uint8),
+        inner=Composite(x=Unbounded((2,))),
+    )
     schema = transition_schema(observation, OneHot(4), 2)
     assert leaves(schema)["pixels"] == (torch.uint8, (2, 3, 4, 4))
     assert leaves(schema)["next", "inner", "x"] == (torch.float32, (2, 2))
     assert leaves(schema)["action"] == (torch.bool, (2, 4))
-    named = transition_schema(Unbounded((2,)), Composite(action=Categorical(4), speed=Unbounded((1,))))
+    named = transition_schema(
+        Unbounded((2,)), Composite(action=Categorical(4), speed=Unbounded((1,)))
+    )
     assert leaves(named)["action"] == (torch.int64, ())
     assert leaves(named)["speed"] == (torch.float32, (1,))
     assert leaves(td.schema_of(observation)) == leaves(observation.zero())
 
 
 def test_extras_are_added_or_replace_an_entry():
-    extras = {"log_prob": np.zeros(3, np.float32), "next": {"reward": torch.zeros(3, 1, dtype=torch.float64)}}
-    schema = td.schema_of(transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3), extras=extras)
+    extras = {
+        "log_prob": np.zeros(3, np.float32),
+        "next": {"reward": torch.zeros(3, 1, dtype=torch.float64)},
+    }
+    schema = td.schema_of(
+        transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3), extras=extras
+    )
     assert leaves(schema)["log_prob"] == (torch.float32, (3,))
     assert leaves(schema)["next", "reward"] == (torch.float64, (3, 1))
 
@@ -103,18 +142,32 @@ def torchrl_env(kind: str) -> EnvBase:
         ("vectorised", "rollout", False),
     ],
 )
-def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with_policy):
+def test_what_a_collector_gives_fits_the_rows_of_its_environment(
+    kind, how, with_policy
+):
     env = torchrl_env(kind)
     rb = td.ReplayBuffer.from_env(env, 200, batch_size=4)
     keys = set(leaves(rb.storage.all_rows().view()))
     actions, policy = env.full_action_spec["action"], None
     if with_policy:
-        policy = TensorDictModule(lambda obs: (actions.rand(), obs.sum(-1)), ["observation"], ["action", "value"])
+        policy = TensorDictModule(
+            lambda obs: (actions.rand(), obs.sum(-1)),
+            ["observation"],
+            ["action", "value"],
+        )
     if how == "rollout":
         rb.extend(env.rollout(10, policy, break_when_any_done=False))
     else:
-        own = {} if how == "extend" else {"replay_buffer": rb, "extend_buffer": how == "whole batches"}
-        own |= {"frames_per_batch": 20, "total_frames": 40, "auto_register_policy_transforms": False}
+        own = (
+            {}
+            if how == "extend"
+            else {"replay_buffer": rb, "extend_buffer": how == "whole batches"}
+        )
+        own |= {
+            "frames_per_batch": 20,
+            "total_frames": 40,
+            "auto_register_policy_transforms": False,
+        }
         collector = Collector(env, policy, **own)
         for data in collector:
             if how == "extend":
@@ -137,14 +190,25 @@ def test_a_rollout_buffer_is_made_for_an_environment():
     data["state_value"] = data["next", "state_value"] = torch.zeros(2, 10, 1)
     rollout.extend(data)
     assert sum(len(batch) for batch in rollout) == 20
-    assert td.RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
+    assert (
+        td.RolloutBuffer.from_spaces(
+            spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4
+        ).storage.max_size
+        == 40
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in RAM")
 def test_ten_million_rows_touch_only_what_is_written():
     def begun(capacity: int) -> td.ReplayBuffer:
-        rb = td.ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=16), capacity)
-        rb.extend(torch.zeros_like(rb.storage.all_rows().view()[:100], device="cpu").transpose(0, 1))
+        rb = td.ReplayBuffer.from_env(
+            gymnasium.make_vec("CartPole-v1", num_envs=16), capacity
+        )
+        rb.extend(
+            torch.zeros_like(
+                rb.storage.all_rows().view()[:100], device="cpu"
+            ).transpose(0, 1)
+        )
         return rb
 
     begun(10_000)  # what is imported and compiled first takes memory, too
@@ -161,7 +225,11 @@ def example(n: int = 4, **more: torch.Tensor) -> TensorDict:
 
 @pytest.mark.parametrize("where", ["memory", "file", "shared"])
 def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
-    place = {"memory": {}, "file": {"scratch_dir": tmp_path / "rows"}, "shared": {"shared": True}}[where]
+    place = {
+        "memory": {},
+        "file": {"scratch_dir": tmp_path / "rows"},
+        "shared": {"shared": True},
+    }[where]
     rb = td.ReplayBuffer.from_schema(example()[0], 10, **place)
     if where == "shared":
         assert rb.extend(example(4)).tolist() == [0, 1, 2, 3]
@@ -169,7 +237,10 @@ def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
     assert rb.storage.is_reserved
     rb.extend(example(4, y=torch.ones(4, 2, dtype=torch.int16)))
     assert not rb.storage.is_reserved
-    assert leaves(rb.storage[:]) == {"x": (torch.float32, (4, 3)), "y": (torch.int16, (4, 2))}
+    assert leaves(rb.storage[:]) == {
+        "x": (torch.float32, (4, 3)),
+        "y": (torch.int16, (4, 2)),
+    }
     assert torch.equal(rb.storage["x"], example(4)["x"])
 
 
@@ -189,15 +260,37 @@ def test_arrays_that_torch_cannot_share_are_copied():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
     extras = {"log_prob": -1.0, "next": {"info": {"x": (1, 2.0)}}}
-    step = td.make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False, **extras)
-    double = td.make_transition(0, 0, torch.zeros(1, dtype=torch.float64), 0, False, False)
-    assert (step["next", "reward"].dtype, double["next", "reward"].dtype) == (torch.float32, torch.float64)
-    assert step["observation"].tolist() == step["next", "observation"].tolist() == [0, 1, 2]
+    step = td.make_transition(
+        frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False, **extras
+    )
+    double = td.make_transition(
+        0, 0, torch.zeros(1, dtype=torch.float64), 0, False, False
+    )
+    assert (step["next", "reward"].dtype, double["next", "reward"].dtype) == (
+        torch.float32,
+        torch.float64,
+    )
+    assert (
+        step["observation"].tolist()
+        == step["next", "observation"].tolist()
+        == [0, 1, 2]
+    )
     assert step["action"].tolist() == [3, 2, 1, 0]
     assert step["log_prob"].dtype is torch.float32
     assert step["next", "info", "x", "1"] == 2.0
-    box = td.make_transition(np.ones(3), 0, 0, np.zeros(3), False, False)  # the same as a Dict of one key
-    assert_same(box, td.make_transition({"observation": np.ones(3)}, 0, 0, {"observation": np.zeros(3)}, False, False))
+    # the same as a Dict of one key
+    box = td.make_transition(np.ones(3), 0, 0, np.zeros(3), False, False)
+    assert_same(
+        box,
+        td.make_transition(
+            {"observation": np.ones(3)},
+            0,
+            0,
+            {"observation": np.zeros(3)},
+            False,
+            False,
+        ),
+    )
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
@@ -216,8 +309,15 @@ class Mine(td.ReplayBuffer):
     pass
 
 
-@pytest.mark.parametrize("cls", [td.ReplayBuffer, Mine, td.RolloutBuffer, td.ExperienceQueue])
+@pytest.mark.parametrize(
+    "cls", [td.ReplayBuffer, Mine, td.RolloutBuffer, td.ExperienceQueue]
+)
 def test_constructors_return_the_class_on_which_they_are_called(cls):
     env = gymnasium.make("CartPole-v1")
-    made = cls.from_env(env, 10), cls.from_spaces(env.observation_space, env.action_space, 10)
-    assert [type(each) for each in (*made, cls.from_schema(td.schema_of(env), 10))] == [cls] * 3
+    made = (
+        cls.from_env(env, 10),
+        cls.from_spaces(env.observation_space, env.action_space, 10),
+    )
+    assert [type(each) for each in (*made, cls.from_schema(td.schema_of(env), 10))] == [
+        cls
+    ] * 3

@@ -1,4 +1,5 @@
-"""Estimates against sums written from their definitions, against TorchRL's, and by their identities."""
+"""Estimates against sums written from their definitions, against TorchRL's, and by
+their identities."""
 
 from __future__ import annotations
 
@@ -20,19 +21,32 @@ PATTERNS = ("none", "terminated", "truncated", "mixed", "last", "always")
 
 
 def case(
-    shape: tuple[int, ...], pattern: str, dtype: torch.dtype = torch.float64, seed: int = 0, time: int = 1
+    shape: tuple[int, ...],
+    pattern: str,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    time: int = 1,
 ) -> dict[str, Any]:
     """Random ``[E, T, F]`` inputs with a pattern of ends."""
     g = torch.Generator().manual_seed(seed)
     names = ("state_value", "next_state_value", "reward")
-    numbers = {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name in names}
+    numbers = {
+        name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+        for name in names
+    }
     ends = torch.rand(shape, generator=g) < (0.1 if shape[time] > 5 else 0.5)
     coin = torch.rand(shape, generator=g) < 0.5
     no = torch.zeros(shape, dtype=torch.bool)
     last = no.clone()
     last.select(time, -1).fill_(True)
     done = {"none": no, "last": last, "always": ~no}.get(pattern, ends)
-    terminated = done if pattern == "terminated" else no if pattern == "truncated" else done & coin
+    terminated = (
+        done
+        if pattern == "terminated"
+        else no
+        if pattern == "truncated"
+        else done & coin
+    )
     return numbers | {"done": done, "terminated": terminated}
 
 
@@ -50,15 +64,23 @@ def future(c: dict[str, Tensor], lane: tuple[int, int], t: int, steps: int) -> r
 
 def gae_by_hand(c: dict[str, Tensor], gamma: float, lmbda: float) -> Tensor:
     """Sum over k of (gamma lmbda)^k delta[t + k], from the paper."""
-    delta = c["reward"] + gamma * c["next_state_value"] * ~c["terminated"] - c["state_value"]
+    delta = (
+        c["reward"]
+        + gamma * c["next_state_value"] * ~c["terminated"]
+        - c["state_value"]
+    )
     out = torch.zeros_like(delta)
     for e, t, f in product(*map(range, out.shape)):
         span = future(c, (e, f), t, out.shape[1])
-        out[e, t, f] = sum((gamma * lmbda) ** (k - t) * float(delta[e, k, f]) for k in span)
+        out[e, t, f] = sum(
+            (gamma * lmbda) ** (k - t) * float(delta[e, k, f]) for k in span
+        )
     return out
 
 
-def n_step_return(c: dict[str, Tensor], gamma: float, e: int, t: int, n: int, f: int) -> float:
+def n_step_return(
+    c: dict[str, Tensor], gamma: float, e: int, t: int, n: int, f: int
+) -> float:
     """``n`` rewards from ``t`` on, then the value behind the last of them."""
     total = sum(gamma**k * float(c["reward"][e, t + k, f]) for k in range(n))
     last = t + n - 1
@@ -67,13 +89,16 @@ def n_step_return(c: dict[str, Tensor], gamma: float, e: int, t: int, n: int, f:
 
 
 def lambda_return_by_hand(c: dict[str, Tensor], gamma: float, lmbda: float) -> Tensor:
-    """(1 - lmbda) sum of lmbda^(n - 1) times the n-step return; what is left of the weight on the longest."""
+    """(1 - lmbda) sum of lmbda^(n - 1) times the n-step return; what is left of the
+    weight on the longest."""
     out = torch.zeros_like(c["reward"])
     for e, t, f in product(*map(range, out.shape)):
         longest = len(future(c, (e, f), t, out.shape[1]))
         total = lmbda ** (longest - 1) * n_step_return(c, gamma, e, t, longest, f)
         for n in range(1, longest):
-            total += (1 - lmbda) * lmbda ** (n - 1) * n_step_return(c, gamma, e, t, n, f)
+            total += (
+                (1 - lmbda) * lmbda ** (n - 1) * n_step_return(c, gamma, e, t, n, f)
+            )
         out[e, t, f] = total
     return out
 
@@ -91,19 +116,32 @@ def test_estimates_equal_the_sums_of_their_definitions(steps, pattern, gamma, lm
     c = without_value(c)
     for weight in (lmbda, 1.0):
         expected = lambda_return_by_hand(c, gamma, weight)
-        torch.testing.assert_close(F.td_lambda_return_estimate(gamma, weight, **c), expected, **tol)
+        torch.testing.assert_close(
+            F.td_lambda_return_estimate(gamma, weight, **c), expected, **tol
+        )
     torch.testing.assert_close(F.td1_return_estimate(gamma, **c), expected, **tol)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((4, 20, 1), torch.float32), ((20, 1), torch.float64), ((2, 3, 20, 2), torch.float64)], ids=str
+    ("shape", "dtype"),
+    [
+        ((4, 20, 1), torch.float32),
+        ((20, 1), torch.float64),
+        ((2, 3, 20, 2), torch.float64),
+    ],
+    ids=str,
 )
 def test_results_are_torchrls(shape, dtype, pattern):
     c = case(shape, pattern, dtype, time=len(shape) - 2)
     no_value = without_value(c)
-    # TorchRL multiplies gamma with an integer mask, which rounds it to float32 whatever the inputs' dtype.
-    tol: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
+    # TorchRL multiplies gamma with an integer mask, which rounds it to float32 whatever
+    # the inputs' dtype.
+    tol: dict[str, Any] = (
+        {"rtol": 1e-4, "atol": 1e-4}
+        if dtype == torch.float32
+        else {"rtol": 1e-5, "atol": 1e-6}
+    )
     logs = {"log_pi": 0.3 * c["reward"], "log_mu": 0.3 * c["state_value"]}
     for name, args, inputs in [
         ("generalized_advantage_estimate", (0.9, 0.8), c),
@@ -113,21 +151,33 @@ def test_results_are_torchrls(shape, dtype, pattern):
     ]:
         actual = getattr(F, name)(*args, **inputs)
         expected = getattr(torchrl_functional, name)(*args, **inputs)
-        torch.testing.assert_close(actual, expected, **tol, msg=partial("{}: {}".format, name))
+        torch.testing.assert_close(
+            actual, expected, **tol, msg=partial("{}: {}".format, name)
+        )
 
 
 @pytest.mark.parametrize("pattern", ["none", "mixed"])
 def test_per_step_coefficients_are_torchrls(pattern):
     c = case((3, 12, 2), pattern)
-    gamma, lmbda = torch.rand(3, 12, 2, dtype=torch.float64), torch.rand(3, 12, 2, dtype=torch.float64)
+    gamma, lmbda = (
+        torch.rand(3, 12, 2, dtype=torch.float64),
+        torch.rand(3, 12, 2, dtype=torch.float64),
+    )
     no_value = without_value(c)
     expected = torchrl_functional.generalized_advantage_estimate(gamma, lmbda, **c)
-    torch.testing.assert_close(F.generalized_advantage_estimate(gamma, lmbda, **c), expected)
+    torch.testing.assert_close(
+        F.generalized_advantage_estimate(gamma, lmbda, **c), expected
+    )
     expected = F.generalized_advantage_estimate(0.5, 0.5, **c)
     for one in (torch.tensor(0.5), torch.tensor([0.5])):
-        torch.testing.assert_close(F.generalized_advantage_estimate(one, torch.tensor(0.5), **c), expected)
+        torch.testing.assert_close(
+            F.generalized_advantage_estimate(one, torch.tensor(0.5), **c), expected
+        )
     expected = torchrl_functional.td_lambda_return_estimate(gamma, lmbda, **no_value)
-    torch.testing.assert_close(F.td_lambda_return_estimate(gamma, lmbda, **no_value, rolling_gamma=True), expected)
+    torch.testing.assert_close(
+        F.td_lambda_return_estimate(gamma, lmbda, **no_value, rolling_gamma=True),
+        expected,
+    )
     expected = torchrl_functional.td1_return_estimate(gamma, **no_value)
     torch.testing.assert_close(F.td1_return_estimate(gamma, **no_value), expected)
 
@@ -138,21 +188,30 @@ def test_vtrace_on_policy_is_the_lambda_return(pattern):
     chain_values(c)
     log_prob = torch.randn(3, 30, 1, dtype=torch.float64)
     for lmbda in (1.0, 0.7):
-        _, on_policy = F.vtrace_advantage_estimate(0.9, log_prob, log_prob, **c, c_thresh=lmbda)
-        torch.testing.assert_close(on_policy, F.td_lambda_return_estimate(0.9, lmbda, **without_value(c)))
+        _, on_policy = F.vtrace_advantage_estimate(
+            0.9, log_prob, log_prob, **c, c_thresh=lmbda
+        )
+        torch.testing.assert_close(
+            on_policy, F.td_lambda_return_estimate(0.9, lmbda, **without_value(c))
+        )
 
 
 def chain_values(c: dict[str, Tensor]) -> None:
-    """Let a step's next value be the following step's value wherever no trajectory ends."""
+    """Let a step's next value be the following step's value wherever no trajectory
+    ends."""
     following = torch.cat([c["state_value"][:, 1:], c["next_state_value"][:, -1:]], 1)
     c["next_state_value"] = torch.where(c["done"], c["next_state_value"], following)
 
 
 FUNCTIONS = {
     "gae": lambda c, **kw: F.generalized_advantage_estimate(0.9, 0.8, **c, **kw),
-    "td_lambda": lambda c, **kw: F.td_lambda_return_estimate(0.9, 0.8, **without_value(c), **kw),
+    "td_lambda": lambda c, **kw: F.td_lambda_return_estimate(
+        0.9, 0.8, **without_value(c), **kw
+    ),
     "td1": lambda c, **kw: F.td1_return_estimate(0.9, **without_value(c), **kw),
-    "vtrace": lambda c, **kw: F.vtrace_advantage_estimate(0.9, 0.1 * c["reward"], -0.1 * c["reward"], **c, **kw),
+    "vtrace": lambda c, **kw: F.vtrace_advantage_estimate(
+        0.9, 0.1 * c["reward"], -0.1 * c["reward"], **c, **kw
+    ),
 }
 
 
@@ -172,10 +231,14 @@ def test_time_may_lie_anywhere(function, time_dim):
     moved = {k: v.movedim(1, time_dim).contiguous() for k, v in c.items()}
     views = {k: v.movedim(1, time_dim) for k, v in c.items()}
     for inputs in (moved, views):
-        for actual, want in zip(outputs(function(inputs, time_dim=time_dim)), expected, strict=True):
+        for actual, want in zip(
+            outputs(function(inputs, time_dim=time_dim)), expected, strict=True
+        ):
             torch.testing.assert_close(actual, want.movedim(1, time_dim))
     flat = {k: v[0, :, 0] for k, v in c.items()}  # one lane without batch or features
-    for actual, want in zip(outputs(function(flat, time_dim=-1)), expected, strict=True):
+    for actual, want in zip(
+        outputs(function(flat, time_dim=-1)), expected, strict=True
+    ):
         torch.testing.assert_close(actual, want[0, :, 0])
 
 
@@ -187,7 +250,9 @@ def test_narrow_dtypes_come_back_and_are_accumulated_wide(function, dtype):
         assert actual.dtype == dtype
         # One rounding to the narrow dtype at the end, none on the way.
         absolute = 1e-5 if dtype is torch.float32 else 2e-3
-        torch.testing.assert_close(actual.double(), want, rtol=torch.finfo(dtype).eps * 4, atol=absolute)
+        torch.testing.assert_close(
+            actual.double(), want, rtol=torch.finfo(dtype).eps * 4, atol=absolute
+        )
 
 
 def test_rewards_may_be_integers_and_done_may_stand_for_terminated(function):
@@ -203,7 +268,9 @@ def test_rewards_may_be_integers_and_done_may_stand_for_terminated(function):
 
 def test_results_carry_no_gradient_and_inputs_stay_as_they_were(function):
     c = case((2, 9, 1), "mixed")
-    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(c), function(c))
+    torch.testing.assert_close(
+        torch.compile(function, fullgraph=True, backend="eager")(c), function(c)
+    )
     before = {k: v.clone() for k, v in c.items()}
     c["reward"].requires_grad_()
     c["next_state_value"].requires_grad_()
@@ -218,8 +285,12 @@ def test_results_carry_no_gradient_and_inputs_stay_as_they_were(function):
 def test_lazily_negated_inputs_are_negated(function, time_dim):
     c = case((2, 9, 1), "mixed")
     expected = outputs(function(c, time_dim=time_dim))
-    lazy = {k: torch._neg_view(-v) if v.is_floating_point() else v for k, v in c.items()}
-    for actual, want in zip(outputs(function(lazy, time_dim=time_dim)), expected, strict=True):
+    lazy = {
+        k: torch._neg_view(-v) if v.is_floating_point() else v for k, v in c.items()
+    }
+    for actual, want in zip(
+        outputs(function(lazy, time_dim=time_dim)), expected, strict=True
+    ):
         assert torch.equal(actual, want)
 
 
@@ -241,7 +312,10 @@ def test_explained_variance_of_perfect_constant_and_opposite_predictions():
     assert F.explained_variance(torch.zeros(3, 1), target).item() == 0
     assert F.explained_variance(-target, target).item() == -3
     assert F.explained_variance(target, torch.ones(3, 1)).isnan()
-    assert F.explained_variance(target.bfloat16(), target.bfloat16()).dtype == torch.float32
+    assert (
+        F.explained_variance(target.bfloat16(), target.bfloat16()).dtype
+        == torch.float32
+    )
 
 
 def test_normalize_gives_mean_0_and_deviation_1_and_survives_constants():
@@ -264,7 +338,9 @@ def test_normalize_takes_its_statistics_from_unmasked_values_only():
     torch.testing.assert_close(y, (x - mean) / std)
     x[~mask] = torch.nan
     torch.testing.assert_close(F.normalize(x, mask=mask)[mask], y[mask])
-    torch.testing.assert_close(F.normalize(x[mask], mask=torch.ones(len(x[mask])).bool()), y[mask])
+    torch.testing.assert_close(
+        F.normalize(x[mask], mask=torch.ones(len(x[mask])).bool()), y[mask]
+    )
     assert F.normalize(x, mask=mask & False).isnan().all()
 
 
@@ -278,25 +354,42 @@ def test_returns_to_go_equal_their_definition():
         for lane, step, feature in product(range(4), range(9), range(2)):
             total = 0.0
             for k, t in enumerate(range(step, 9)):
-                total += 0.9**k * float(reward[lane, t, feature]) * bool(given is None or mask[lane, t])
+                total += (
+                    0.9**k
+                    * float(reward[lane, t, feature])
+                    * bool(given is None or mask[lane, t])
+                )
                 if done[lane, t, feature]:
                     break
             wanted = total if given is None or mask[lane, step] else 0.0
             assert abs(float(found[lane, step, feature]) - wanted) < 1e-12
     poisoned = reward.masked_fill(~mask[..., None], float("nan"))
-    assert torch.equal(F.reward2go(poisoned, done, 0.9, mask=mask), F.reward2go(reward, done, 0.9, mask=mask))
+    assert torch.equal(
+        F.reward2go(poisoned, done, 0.9, mask=mask),
+        F.reward2go(reward, done, 0.9, mask=mask),
+    )
 
 
 # -- random shifts of images: those of DrQ-v2, each equally likely
 
 
-@pytest.mark.parametrize(("lead", "dtype"), [((), torch.uint8), ((6,), torch.float32), ((2, 3), torch.uint8)])
+@pytest.mark.parametrize(
+    ("lead", "dtype"), [((), torch.uint8), ((6,), torch.float32), ((2, 3), torch.uint8)]
+)
 def test_each_image_is_a_crop_of_itself_padded(lead, dtype):
     images = torch.randint(256, (*lead, 2, 9, 7)).to(dtype)
     shifted = F.random_shift(images, 3)
-    assert (shifted.shape, shifted.dtype, shifted.device) == (images.shape, dtype, images.device)
-    for image, result in zip(images.reshape(-1, 2, 9, 7), shifted.reshape(-1, 2, 9, 7), strict=True):
-        padded = torch.nn.functional.pad(image.float()[None], (3, 3, 3, 3), mode="replicate")[0].to(dtype)
+    assert (shifted.shape, shifted.dtype, shifted.device) == (
+        images.shape,
+        dtype,
+        images.device,
+    )
+    for image, result in zip(
+        images.reshape(-1, 2, 9, 7), shifted.reshape(-1, 2, 9, 7), strict=True
+    ):
+        padded = torch.nn.functional.pad(
+            image.float()[None], (3, 3, 3, 3), mode="replicate"
+        )[0].to(dtype)
         crops = [padded[:, y : y + 9, x : x + 7] for y in range(7) for x in range(7)]
         assert any(torch.equal(result, crop) for crop in crops)
 
@@ -310,7 +403,10 @@ def test_all_shifts_are_equally_likely():
 def test_a_generator_fixes_the_shifts_and_nothing_is_changed_in_place():
     images = torch.rand(50, 1, 8, 8)
     before = images.clone()
-    one, other = (F.random_shift(images, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    one, other = (
+        F.random_shift(images, generator=torch.Generator().manual_seed(1))
+        for _ in range(2)
+    )
     assert torch.equal(one, other)
     assert not torch.equal(one, images)
     assert torch.equal(images, before)

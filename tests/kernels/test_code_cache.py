@@ -1,4 +1,5 @@
-"""Compiled code is kept where there is room, and never runs for sources that have changed."""
+"""Compiled code is kept where there is room, and never runs for sources that have
+changed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ def copy_room(where: Path) -> Path:
 def start(where: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=where, env=os.environ | variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        command,
+        cwd=where,
+        env=os.environ | variables,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     )
 
 
@@ -52,11 +59,17 @@ def test_changed_sources_are_compiled_anew(tmp_path):
     (room / "outer.py").write_text(OUTER)
 
     def say(*numbers: float) -> tuple[list[float], bool]:
-        """Return what processes that start at once print, and whether any of them compiled."""
+        """Return what processes that start at once print, and whether any of them
+        compiled."""
         code = "from rlbuf_td.kernels.outer import outer; print(outer({}))"
-        started = [start(tmp_path, code.format(number), NUMBA_CACHE_DIR="") for number in numbers]
+        started = [
+            start(tmp_path, code.format(number), NUMBA_CACHE_DIR="")
+            for number in numbers
+        ]
         said = [process.communicate() for process in started]
-        return [float(out) for out, _ in said], any("once per installation" in errors for _, errors in said)
+        return [float(out) for out, _ in said], any(
+            "once per installation" in errors for _, errors in said
+        )
 
     (room / "inner.py").write_text(INNER.format(1))
     assert say(1, 1.5) == ([2, 2.5], True)
@@ -96,7 +109,9 @@ def test_loops_run_where_nothing_can_be_kept(monkeypatch):
 def test_a_forked_process_compiles(tmp_path, monkeypatch):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     double = cached_njit()(lambda x: 2 * x)
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(double(4)))
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(double(4))
+    )
     process.start()
     process.join(120)
     assert process.exitcode == 8
@@ -156,7 +171,8 @@ def test_without_numba_one_warning_is_given_and_the_reference_runs(tmp_path):
     out, errors = start(tmp_path, WITHOUT_NUMBA + TRAINING).communicate()
     warning, *refused = out.splitlines()[:3]
     assert re.fullmatch(
-        r"numba is not installed for Python [\d.]+: rlbuf_td runs the same operations in torch.*", warning
+        r"numba is not installed for Python [\d.]+: rlbuf_td runs the same operations in torch.*",
+        warning,
     )
     assert "|" not in warning
     assert [line.split()[0] for line in refused] == ["share_next", "FreshRowsSampler"]
@@ -177,7 +193,9 @@ def test_of_processes_that_start_together_one_compiles(tmp_path):
     room = copy_room(tmp_path)
     (room / "outer.py").write_text(OUTER)
     (room / "inner.py").write_text(INNER.format(1))
-    started = [start(tmp_path, GO, NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(3)]
+    started = [
+        start(tmp_path, GO, NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(3)
+    ]
     for process in started:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -192,7 +210,13 @@ def test_of_processes_that_start_together_one_compiles(tmp_path):
 
 @pytest.mark.slow
 def test_without_the_compiler_the_reference_draws_the_same_batches(tmp_path):
-    compiled, plain = (start(tmp_path, TRAINING, NUMBA_DISABLE_JIT=switch).communicate()[0] for switch in "01")
-    batches = [[line for line in text.splitlines() if "[" in line] for text in (compiled, plain)]
+    compiled, plain = (
+        start(tmp_path, TRAINING, NUMBA_DISABLE_JIT=switch).communicate()[0]
+        for switch in "01"
+    )
+    batches = [
+        [line for line in text.splitlines() if "[" in line]
+        for text in (compiled, plain)
+    ]
     assert batches[0] == batches[1]
     assert len(batches[0]) == 91

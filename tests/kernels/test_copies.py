@@ -29,17 +29,21 @@ def test_streams_copy_exactly_the_given_bytes(offset: int) -> None:
 def images(start: int, count: int) -> TensorDict:
     values = torch.arange(start, start + count).view(-1, 1)
     leaves = {
-        f"{width}": (values * 7 + torch.arange(width)).to(torch.uint8) for width in (1, 1_023, 1_024, 1_030, 30_000)
+        f"{width}": (values * 7 + torch.arange(width)).to(torch.uint8)
+        for width in (1, 1_023, 1_024, 1_030, 30_000)
     }
     return TensorDict({"row": values, **leaves}, [count])
 
 
 def test_batches_and_writes_beyond_the_caches_keep_every_byte() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(CELLS), sampler=MinibatchSampler(), batch_size=600)
+    rb = ReplayBuffer(
+        storage=PackedStorage(CELLS), sampler=MinibatchSampler(), batch_size=600
+    )
     for start in range(0, 1_200, 120):  # 3.6 MiB each; the ring wraps around
         rb.extend(images(start, 120))
     rows, width = rb.storage.rows, rb.storage.rows.matrix.shape[-1]
-    assert 600 * width > cpu._STREAMED  # batches, and writes to a storage of this size, are streamed
+    # batches, and writes to a storage of this size, are streamed
+    assert 600 * width > cpu._STREAMED
     assert rows.layout.extents[:, 1].max() == 30_000
     batch = rb.sample()
     for row, index in zip(batch["row"], batch["index"], strict=True):

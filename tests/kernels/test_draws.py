@@ -1,4 +1,5 @@
-"""What draws are made of: segments of a batch, ordered samples without replacement, the law of ranks."""
+"""What draws are made of: segments of a batch, ordered samples without replacement, the
+law of ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ ONE = torch.ones((), dtype=torch.float64)
 
 
 def segments(uniform: torch.Tensor) -> torch.Tensor:
-    """Return the segment of each draw, found by brute force: which of the equal parts its mass lies in."""
-    return (masses(uniform, ONE, stratified=True)[:, None] >= torch.arange(1, len(uniform)) / len(uniform)).sum(1)
+    """Return the segment of each draw, found by brute force: which of the equal parts
+    its mass lies in."""
+    return (
+        masses(uniform, ONE, stratified=True)[:, None]
+        >= torch.arange(1, len(uniform)) / len(uniform)
+    ).sum(1)
 
 
 @pytest.mark.parametrize("batch", [*range(1, 20), 64, 100, 255, 256, 1_000])
@@ -31,15 +36,21 @@ def test_each_segment_is_drawn_from_once_where_its_uniform_number_says(batch):
     uniform = torch.rand(batch, dtype=torch.float64)
     drawn = masses(uniform, 3 * ONE, stratified=True)
     assert (segments(uniform).sort().values == torch.arange(batch)).all()
-    torch.testing.assert_close(drawn * batch / 3 - segments(uniform), uniform, rtol=0.0, atol=1e-9)
+    torch.testing.assert_close(
+        drawn * batch / 3 - segments(uniform), uniform, rtol=0.0, atol=1e-9
+    )
     assert gcd(step_of(batch, stratified=True), batch) == 1
 
 
 @pytest.mark.parametrize("batch", [2, 6, 16])
 def test_every_place_of_a_batch_is_in_every_segment_equally_often(batch):
-    drawn = torch.stack([segments(torch.rand(batch, dtype=torch.float64)) for _ in range(4_000)])
+    drawn = torch.stack(
+        [segments(torch.rand(batch, dtype=torch.float64)) for _ in range(4_000)]
+    )
     for place in range(batch):
-        assert_follows(drawn[:, place].bincount(minlength=batch), np.full(batch, 1 / batch))
+        assert_follows(
+            drawn[:, place].bincount(minlength=batch), np.full(batch, 1 / batch)
+        )
 
 
 def test_the_offset_of_segments_is_independent_of_the_first_place():
@@ -67,12 +78,18 @@ def shuffled(uniform: list[float], rows: int) -> list[int]:
     return places[: len(uniform)]
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (4, 4), (5, 3), (6, 4), (6, 6), (9, 2)])
+@pytest.mark.parametrize(
+    ("rows", "batch"), [(1, 1), (4, 4), (5, 3), (6, 4), (6, 6), (9, 2)]
+)
 def test_each_ordered_selection_comes_from_exactly_one_choice_of_places(rows, batch):
     found: Counter[tuple[int, ...]] = Counter()
     for places in product(*(range(rows - k) for k in range(batch))):
         uniform = [(place + 0.5) / (rows - k) for k, place in enumerate(places)]
-        found[tuple(distinct_rows(torch.tensor(uniform, dtype=torch.float64), rows).tolist())] += 1
+        found[
+            tuple(
+                distinct_rows(torch.tensor(uniform, dtype=torch.float64), rows).tolist()
+            )
+        ] += 1
     assert len(found) == perm(rows, batch)
     assert set(found.values()) == {1}
 
@@ -80,23 +97,34 @@ def test_each_ordered_selection_comes_from_exactly_one_choice_of_places(rows, ba
 @given(st.integers(0, 80), st.integers(0, 2_000), st.integers(0, 2**16), st.booleans())
 def test_rows_are_those_of_a_shuffle_that_moves_them(batch, more, seed, whole):
     rows = batch + more * (not whole)
-    uniform = torch.rand(batch, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    uniform = torch.rand(
+        batch, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     uniform[::5] = 1 - 2**-53  # the largest number there is
     uniform[1::5] = 0.0
     expected = shuffled(uniform.tolist(), rows)
     assert distinct_rows(uniform, rows).tolist() == expected
-    assert distinct_rows(uniform, torch.tensor(float(rows), dtype=torch.float64)).tolist() == expected
+    assert (
+        distinct_rows(uniform, torch.tensor(float(rows), dtype=torch.float64)).tolist()
+        == expected
+    )
 
 
-VALUES = st.one_of(st.integers(0, 20), st.integers(0, 2**62), st.integers(0, 40).map(lambda k: k << 32))
+VALUES = st.one_of(
+    st.integers(0, 20), st.integers(0, 2**62), st.integers(0, 40).map(lambda k: k << 32)
+)
 
 
-@given(st.integers(0, 70), st.lists(st.lists(VALUES, max_size=80), min_size=1, max_size=4))
+@given(
+    st.integers(0, 70), st.lists(st.lists(VALUES, max_size=80), min_size=1, max_size=4)
+)
 def test_values_are_appended_once_and_in_order_until_there_is_no_room(room, rounds):
     out, kept = torch.full((room + 1,), -7), 0
     wanted: list[int] = []
     for values in rounds:
-        kept = append_distinct_(out[:room], kept, torch.tensor(values, dtype=torch.int64))
+        kept = append_distinct_(
+            out[:room], kept, torch.tensor(values, dtype=torch.int64)
+        )
         wanted = [*dict.fromkeys([*wanted, *values])][:room]
         assert out[:kept].tolist() == wanted
         assert out[room] == -7
@@ -109,31 +137,46 @@ ROWS = 200_000
 @cache
 def exact(alpha: float) -> np.ndarray:
     """``H_1, H_2, ...`` in extended precision."""
-    return np.cumsum(np.arange(1, ROWS + 1, dtype=np.longdouble) ** -np.longdouble(alpha))
+    return np.cumsum(
+        np.arange(1, ROWS + 1, dtype=np.longdouble) ** -np.longdouble(alpha)
+    )
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_mass_is_the_sum_of_powers(alpha: float) -> None:
-    ranks = torch.tensor([1, 2, 7, HEAD - 1, HEAD, HEAD + 1, HEAD + 2, HEAD + 50, 5_000, 100_000, ROWS])
+    ranks = torch.tensor(
+        [1, 2, 7, HEAD - 1, HEAD, HEAD + 1, HEAD + 2, HEAD + 50, 5_000, 100_000, ROWS]
+    )
     expected = exact(alpha)[ranks.numpy() - 1]
-    np.testing.assert_allclose(mass(rank_law(alpha), ranks).numpy(), expected.astype(float), rtol=2e-14)
+    np.testing.assert_allclose(
+        mass(rank_law(alpha), ranks).numpy(), expected.astype(float), rtol=2e-14
+    )
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_ranks_of_mass_inverts_the_sum(alpha: float) -> None:
     law, rows = rank_law(alpha), torch.tensor(ROWS)
     generator = torch.Generator().manual_seed(0)
-    value = torch.rand(200_000, generator=generator, dtype=torch.float64) * mass(law, rows)
-    expected = np.searchsorted(exact(alpha).astype(np.float64), value.numpy(), side="right") + 1
+    value = torch.rand(200_000, generator=generator, dtype=torch.float64) * mass(
+        law, rows
+    )
+    expected = (
+        np.searchsorted(exact(alpha).astype(np.float64), value.numpy(), side="right")
+        + 1
+    )
     different = int((ranks_of_mass(law, value, rows).numpy() != expected).sum())
     assert different <= 1  # a value may lie within rounding of an edge
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 1.5, 5.0])
 @pytest.mark.parametrize("n", [1, 2, HEAD, HEAD + 1, ROWS])
-def test_mass_at_either_end_gives_the_first_and_the_last_rank(alpha: float, n: int) -> None:
+def test_mass_at_either_end_gives_the_first_and_the_last_rank(
+    alpha: float, n: int
+) -> None:
     law, rows = rank_law(alpha), torch.tensor(n)
-    value = torch.stack([torch.zeros((), dtype=torch.float64), mass(law, rows), 2 * mass(law, rows)])
+    value = torch.stack(
+        [torch.zeros((), dtype=torch.float64), mass(law, rows), 2 * mass(law, rows)]
+    )
     first, *others = ranks_of_mass(law, value, rows).tolist()
     assert first == 1
     assert others == [n, n]

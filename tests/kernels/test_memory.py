@@ -1,4 +1,5 @@
-"""Memory of batches: each leaf has its own, which is used again only after nothing refers to it; checks of tensors."""
+"""Memory of batches: each leaf has its own, which is used again only after nothing
+refers to it; checks of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from rlbuf_td.kernels.batch.memory import _empty
 from rlbuf_td.kernels.host_memory import HostTensors
 from tests.catalogue import SAMPLERS
 
-IMAGES = [(torch.uint8, torch.Size([64, 4, 84, 84])), (torch.float32, torch.Size([64, 1]))]
+IMAGES = [
+    (torch.uint8, torch.Size([64, 4, 84, 84])),
+    (torch.float32, torch.Size([64, 1])),
+]
 
 
 def images() -> torch.Tensor:
@@ -166,10 +170,15 @@ UNLIKE = {
 
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_a_check_tells_tensors_from_others(kind: str) -> None:
-    expected = HostTensors([(torch.float32, torch.Size([17])), (torch.bool, torch.Size([2]))])
+    expected = HostTensors(
+        [(torch.float32, torch.Size([17])), (torch.bool, torch.Size([2]))]
+    )
     flags = torch.ones(2, dtype=torch.bool)
     for numbers in (torch.rand(17), torch.rand(40)[3:20]):
-        assert expected.addresses([numbers, flags]) == [numbers.data_ptr(), flags.data_ptr()]
+        assert expected.addresses([numbers, flags]) == [
+            numbers.data_ptr(),
+            flags.data_ptr(),
+        ]
     assert expected.addresses([UNLIKE[kind](), flags]) is None
 
 
@@ -188,17 +197,30 @@ CPU = torch.device("cpu")
 
 def rows(count: int) -> TensorDict:
     flags = {"done": torch.zeros(count, 1, dtype=torch.bool)}
-    after = {"observation": torch.rand(count, 3), "reward": torch.rand(count, 1), "achieved_goal": torch.rand(count, 2)}
+    after = {
+        "observation": torch.rand(count, 3),
+        "reward": torch.rand(count, 1),
+        "achieved_goal": torch.rand(count, 2),
+    }
     image = torch.randint(256, (count, 2, 84, 84), dtype=torch.uint8)
-    now = {"observation": torch.rand(count, 3), "desired_goal": torch.rand(count, 2), "image": image}
+    now = {
+        "observation": torch.rand(count, 3),
+        "desired_goal": torch.rand(count, 2),
+        "image": image,
+    }
     return TensorDict(now | {"next": after | flags}, [count])
 
 
 @pytest.fixture(params=["plain", "shared memory", "observations once", "a file"])
 def storage(request, tmp_path):
     scratch_dir = tmp_path if request.param == "a file" else None
-    is_shared, once = request.param == "shared memory", request.param == "observations once"
-    return PackedStorage(CAPACITY, shared=is_shared, share_next=once, scratch_dir=scratch_dir)
+    is_shared, once = (
+        request.param == "shared memory",
+        request.param == "observations once",
+    )
+    return PackedStorage(
+        CAPACITY, shared=is_shared, share_next=once, scratch_dir=scratch_dir
+    )
 
 
 def assert_own_memory(data: TensorDictBase) -> None:
@@ -207,24 +229,44 @@ def assert_own_memory(data: TensorDictBase) -> None:
         assert leaf.untyped_storage().nbytes() == leaf.nbytes, key
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (5, 1), (1, 5), (5, 0, 3), (4, 3, 2), (256, 6_000)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(), (0,), (5,), (5, 1), (1, 5), (5, 0, 3), (4, 3, 2), (256, 6_000)],
+    ids=str,
+)
 def test_memory_is_allocated_as_torch_allocates_it(shape, monkeypatch):
-    dtypes = [torch.bool, torch.uint8, torch.bfloat16, torch.int32, torch.float32, torch.complex128]
+    dtypes = [
+        torch.bool,
+        torch.uint8,
+        torch.bfloat16,
+        torch.int32,
+        torch.float32,
+        torch.complex128,
+    ]
     memory = LeafMemory([(dtype, torch.Size(shape)) for dtype in dtypes])
     fast = memory.allocate()
     monkeypatch.setattr("rlbuf_td.kernels.batch.memory._empty_on_cpu", _empty)
     for dtype, *leaves in zip(dtypes, fast, memory.allocate(), strict=True):
         expected = torch.empty(shape, dtype=dtype)
         for leaf in leaves:
-            assert (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) == (shape, expected.stride(), dtype, CPU)
-            assert leaf.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+            assert (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) == (
+                shape,
+                expected.stride(),
+                dtype,
+                CPU,
+            )
+            assert (
+                leaf.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+            )
             assert not leaf.requires_grad
             leaf.copy_(torch.ones(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_each_leaf_of_a_batch_has_its_own_memory(storage, sampler):
-    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](CAPACITY), batch_size=BATCH)
+    rb = ReplayBuffer(
+        storage=storage, sampler=SAMPLERS[sampler](CAPACITY), batch_size=BATCH
+    )
     rb.extend(rows(60))
     for _ in range(3):  # the general path, then the plan
         batch = rb.sample()
@@ -238,5 +280,10 @@ def test_each_leaf_of_a_batch_has_its_own_memory(storage, sampler):
 def test_each_leaf_of_rows_read_by_index_has_its_own_memory(storage):
     rb = ReplayBuffer(storage=storage)
     rb.extend(rows(60))
-    for data in (rb[torch.arange(5)], rb.storage.get([3, 4]), rb.last(5), rb.chronological()):
+    for data in (
+        rb[torch.arange(5)],
+        rb.storage.get([3, 4]),
+        rb.last(5),
+        rb.chronological(),
+    ):
         assert_own_memory(data)

@@ -1,4 +1,5 @@
-"""The chunked order against sorting everything, and its invariants after every change."""
+"""The chunked order against sorting everything, and its invariants after every
+change."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.kernels.rank_order import USED, ChunkedOrder, SortedOrder, cpu, order_bytes, rank_law
+from rlbuf_td.kernels.rank_order import (
+    USED,
+    ChunkedOrder,
+    SortedOrder,
+    cpu,
+    order_bytes,
+    rank_law,
+)
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE
 
 
@@ -24,27 +32,43 @@ def empty(capacity: int) -> torch.Tensor:
 def fill(order: ChunkedOrder, start: int, count: int, magnitude: float) -> None:
     """Set the magnitude of consecutive rows, as writes do."""
     with order.lock:
-        cpu.fill(order.addresses, np.arange(start, start + count), int(np.float32(magnitude).view(np.int32)))
+        cpu.fill(
+            order.addresses,
+            np.arange(start, start + count),
+            int(np.float32(magnitude).view(np.int32)),
+        )
 
 
 class Pair:
     def __init__(self, magnitude: torch.Tensor) -> None:
-        self.order, self.reference = ChunkedOrder(magnitude), SortedOrder(magnitude.clone())
+        self.order, self.reference = (
+            ChunkedOrder(magnitude),
+            SortedOrder(magnitude.clone()),
+        )
         self.every = torch.arange(len(magnitude))
 
     def update(self, index: np.ndarray, values: np.ndarray) -> None:
-        rows, td_error = torch.from_numpy(index), torch.from_numpy(values.astype(np.float32))
+        rows, td_error = (
+            torch.from_numpy(index),
+            torch.from_numpy(values.astype(np.float32)),
+        )
         self.reference.update_(rows, td_error, len(self.every))
         largest = self.order.update_(rows, td_error, len(self.every))
         assert largest == float(torch.where(rows < 0, -1.0, td_error.abs()).max())
 
     def fill(self, start: int, count: int, magnitude: float) -> None:
         fill(self.order, start, count, magnitude)
-        self.reference.update_(self.every[start : start + count], torch.full((count,), magnitude), len(self.every))
+        self.reference.update_(
+            self.every[start : start + count],
+            torch.full((count,), magnitude),
+            len(self.every),
+        )
 
     def check(self) -> None:
         self.order.check()
-        assert torch.equal(self.order.ranks_of(self.every), self.reference.ranks_of(self.every))
+        assert torch.equal(
+            self.order.ranks_of(self.every), self.reference.ranks_of(self.every)
+        )
         assert int(self.order.count()) == int(self.reference.count())
 
 
@@ -60,22 +84,33 @@ VALUES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 class LockstepWithSorting(RuleBasedStateMachine):
-    """Random histories: after every step all ranks equal the naive ones, and every invariant holds."""
+    """Random histories: after every step all ranks equal the naive ones, and every
+    invariant holds."""
 
     @initialize(capacity=st.sampled_from([1, 2, 127, 128, 129, 1_000, 3_000]))
     def start(self, capacity: int) -> None:
         self.capacity, self.pair = capacity, Pair(empty(capacity))
         self.naive: dict[int, float] = {}
 
-    @rule(seed=st.integers(0, 2**32), share=st.floats(0, 1.2), kind=st.sampled_from(sorted(VALUES)))
+    @rule(
+        seed=st.integers(0, 2**32),
+        share=st.floats(0, 1.2),
+        kind=st.sampled_from(sorted(VALUES)),
+    )
     def update(self, seed: int, share: float, kind: str) -> None:
         rng = np.random.default_rng(seed)
         n = 1 + int(share * self.capacity)
         index, values = rng.integers(-1, self.capacity, n), VALUES[kind](rng, n)
         self.pair.update(index, values)
-        self.naive.update(zip(index.tolist(), np.abs(values.astype(np.float32)).tolist(), strict=True))
+        self.naive.update(
+            zip(index.tolist(), np.abs(values.astype(np.float32)).tolist(), strict=True)
+        )
 
-    @rule(seed=st.integers(0, 2**32), share=st.floats(0, 1), magnitude=st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+    @rule(
+        seed=st.integers(0, 2**32),
+        share=st.floats(0, 1),
+        magnitude=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    )
     def fill(self, seed: int, share: float, magnitude: float) -> None:
         start = int(np.random.default_rng(seed).integers(self.capacity))
         count = min(self.capacity - start, 1 + int(share * self.capacity))
@@ -98,7 +133,9 @@ class LockstepWithSorting(RuleBasedStateMachine):
 
 
 TestLockstepWithSorting = LockstepWithSorting.TestCase
-TestLockstepWithSorting.settings = settings(stateful_step_count=20, suppress_health_check=list(HealthCheck))
+TestLockstepWithSorting.settings = settings(
+    stateful_step_count=20, suppress_health_check=list(HealthCheck)
+)
 
 
 def _rising(step: int, batch: int) -> np.ndarray:
@@ -112,7 +149,9 @@ ADVERSARIES: dict[str, Callable[[int, int], np.ndarray]] = {
     "gather_and_scatter": lambda step, batch: (
         np.full(batch, 0.6) if step % 2 else np.random.default_rng(step).random(batch)
     ),
-    "zigzag": lambda step, batch: np.where(np.arange(batch) % 2, 1.0, -1.0) * _rising(step, batch),
+    "zigzag": lambda step, batch: (
+        np.where(np.arange(batch) % 2, 1.0, -1.0) * _rising(step, batch)
+    ),
 }
 
 
@@ -121,7 +160,11 @@ ADVERSARIES: dict[str, Callable[[int, int], np.ndarray]] = {
 def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> None:
     capacity, batch = 20_000, 512
     rng = np.random.default_rng(0)
-    pair, arranged, chunks = Pair(torch.from_numpy(rng.random(capacity).astype(np.float32))), 0, 0
+    pair, arranged, chunks = (
+        Pair(torch.from_numpy(rng.random(capacity).astype(np.float32))),
+        0,
+        0,
+    )
     for step in range(120):
         index = {
             "same": np.arange(batch) * 7,
@@ -134,7 +177,10 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
         if step % 20 == 19:
             pair.check()
     assert arranged <= 120 * batch / (capacity / 3)
-    assert arranged or rows == "same" or adversary not in ("rising", "falling", "zigzag")  # no chunk was left
+    # no chunk was left
+    assert (
+        arranged or rows == "same" or adversary not in ("rising", "falling", "zigzag")
+    )
 
 
 def chunks_in_use(order: ChunkedOrder) -> int:
@@ -149,12 +195,15 @@ def test_monotone_insertions_leave_full_chunks_behind(kind: str) -> None:
         if kind == "new_rows":
             fill(order, step * batch, batch, 1.0)
         else:
-            td_error = torch.from_numpy(ADVERSARIES[kind](step, batch).astype(np.float32))
+            td_error = torch.from_numpy(
+                ADVERSARIES[kind](step, batch).astype(np.float32)
+            )
             index = torch.arange(step * batch, (step + 1) * batch)
             # Updates insert backwards: this is ascending or descending by key in turn.
             order.update_(index, td_error if step % 2 else td_error.flip(0), capacity)
     order.check()
-    assert chunks_in_use(order) <= capacity / (120 if kind == "new_rows" else 80)  # half full ones would hold 64
+    # half full ones would hold 64
+    assert chunks_in_use(order) <= capacity / (120 if kind == "new_rows" else 80)
 
 
 def test_the_reference_skips_bad_errors_and_counts_them() -> None:
@@ -166,10 +215,16 @@ def test_the_reference_skips_bad_errors_and_counts_them() -> None:
     assert order.update_(index[1:2], td_error[1:2], rows=4) == -1.0
     assert int(order.refused) == 3
     for each in (order, ChunkedOrder(order.magnitude[:5])):  # beyond float32
-        assert each.update_(index[:1], torch.tensor([-1e300], dtype=torch.float64), rows=4) == LARGEST_MAGNITUDE
+        assert (
+            each.update_(index[:1], torch.tensor([-1e300], dtype=torch.float64), rows=4)
+            == LARGEST_MAGNITUDE
+        )
 
 
-@pytest.mark.parametrize(("row", "words"), [(3, "row 3 is out of range: rows are 0 to 2"), (-1, "row -1 is out")])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [(3, "row 3 is out of range: rows are 0 to 2"), (-1, "row -1 is out")],
+)
 def test_a_row_out_of_range_has_no_rank(row: int, words: str) -> None:
     with pytest.raises(IndexError, match=words):
         ChunkedOrder(torch.ones(3)).ranks_of(torch.tensor([0, row]))
@@ -183,9 +238,16 @@ def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(150):
             uniform = torch.rand(64, dtype=torch.float64, generator=generator)
-            drawn = order.draw(law, uniform, stratified=True, beta=0.5, norm="buffer") or pytest.fail("nothing to draw")
+            drawn = order.draw(
+                law, uniform, stratified=True, beta=0.5, norm="buffer"
+            ) or pytest.fail("nothing to draw")
             order.update_(drawn[0], torch.randn(64, generator=generator), capacity)
-            fill(order, int(torch.randint(capacity - 400, (1,), generator=generator)), 400, 1.0)
+            fill(
+                order,
+                int(torch.randint(capacity - 400, (1,), generator=generator)),
+                400,
+                1.0,
+            )
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))

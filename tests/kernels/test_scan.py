@@ -12,7 +12,8 @@ from rlbuf_td.kernels import scan
 
 
 def reverse_scan_loop(a: Tensor, b: Tensor) -> Tensor:
-    """``x[t] = a[t] + b[t] * x[t + 1]``, written as it reads. O(T) operations on ``[L, F]`` slices."""
+    """``x[t] = a[t] + b[t] * x[t + 1]``, written as it reads. O(T) operations on
+    ``[L, F]`` slices."""
     x = torch.empty_like(a)
     later = torch.zeros_like(a[:, 0])
     for t in reversed(range(a.shape[1])):
@@ -21,9 +22,13 @@ def reverse_scan_loop(a: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-def random_inputs(shape: tuple[int, int, int], dtype: torch.dtype, p: float, seed: int) -> tuple[Tensor, ...]:
+def random_inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype, p: float, seed: int
+) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(seed)
-    value, next_value, reward = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for _ in range(3))
+    value, next_value, reward = (
+        torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for _ in range(3)
+    )
     done = torch.rand(shape, generator=g) < p
     terminated = done & (torch.rand(shape, generator=g) < 0.5)
     return value, next_value, reward, done, terminated
@@ -47,7 +52,9 @@ def test_gae_equals_the_plain_loop(lanes, steps, features, p, gamma, lmbda, seed
     torch.testing.assert_close(target, expected + tensors[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", [reverse_scan_loop, scan.reverse_scan_doubling, scan.reverse_scan])
+@pytest.mark.parametrize(
+    "form", [reverse_scan_loop, scan.reverse_scan_doubling, scan.reverse_scan]
+)
 def test_nothing_crosses_a_zero_coefficient_not_even_nan(form):
     a = torch.tensor([1.0, 2.0, torch.nan, 4.0, torch.inf]).reshape(1, 5, 1)
     b = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.5]).reshape(1, 5, 1)

@@ -39,7 +39,9 @@ def filled(lanes: int = 0) -> ReplayBuffer:
     lead = [300] if not lanes else [lanes, 100]
     rows = torch.arange(300.0).view(*lead, 1).expand(*lead, WIDTH)
     rb = ReplayBuffer(
-        storage=PackedStorage(300, ndim=1 + bool(lanes)), sampler=ProportionalSampler(300), batch_size=200
+        storage=PackedStorage(300, ndim=1 + bool(lanes)),
+        sampler=ProportionalSampler(300),
+        batch_size=200,
     )
     rb.extend(TensorDict({"x": rows, "number": rows[..., :1].clone()}, lead))
     return rb
@@ -47,7 +49,9 @@ def filled(lanes: int = 0) -> ReplayBuffer:
 
 def assert_right(rb: ReplayBuffer) -> None:
     batch = rb.sample()
-    step, lane = batch["index"].unbind(-1) if batch["index"].ndim > 1 else (batch["index"], 0)
+    step, lane = (
+        batch["index"].unbind(-1) if batch["index"].ndim > 1 else (batch["index"], 0)
+    )
     assert (batch["number"][:, 0] == lane * 100 + step).all()
     assert (
         batch.get("x").numpy() == batch.get("number").numpy()
@@ -78,7 +82,9 @@ def test_a_call_does_not_wait_for_threads_that_have_not_begun():
 
     others = [threads._pool().submit(block) for _ in range(3)]
     begun.wait()  # all threads of the pool are busy
-    assert run(lambda begin, end: threading.current_thread() is threading.main_thread(), 100)
+    assert run(
+        lambda begin, end: threading.current_thread() is threading.main_thread(), 100
+    )
     assert not any(each.done() for each in others)
     blocked.set()
 
@@ -102,10 +108,16 @@ def test_threads_are_used_only_while_they_save_time():
             found.append(len(used) > before)
         return found
 
-    assert calls_in_threads(2 + 1 + 1 + 1 + 3 + 1) == [False] * 2 + [True, False, True] + [False] * 3 + [True]
+    assert calls_in_threads(2 + 1 + 1 + 1 + 3 + 1) == [False] * 2 + [
+        True,
+        False,
+        True,
+    ] + [False] * 3 + [True]
     slow = 0.0
     assert calls_in_threads(7 + 4) == [False] * 7 + [True] * 4
-    assert threads.all_parts(lambda begin, end: (begin, end) == (0, 12), 0, 12, threads.LARGE - 1)
+    assert threads.all_parts(
+        lambda begin, end: (begin, end) == (0, 12), 0, 12, threads.LARGE - 1
+    )
 
 
 def test_one_part_tells_for_all_and_an_error_ends_the_work():

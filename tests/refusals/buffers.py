@@ -14,7 +14,11 @@ import torch
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers import FlatStorageCheckpointer, PrioritizedSampler, RandomSampler
+from torchrl.data.replay_buffers import (
+    FlatStorageCheckpointer,
+    PrioritizedSampler,
+    RandomSampler,
+)
 from torchrl.envs import ObservationNorm
 
 from rlbuf_td import SchemaError
@@ -23,10 +27,13 @@ from tests.refusals.makers import *
 
 
 def write_back(keys: Any, **entries: Any) -> Callable[[Any], Any]:
-    """Return a call that writes back a batch with other entries; without those that are None."""
+    """Return a call that writes back a batch with other entries; without those that are
+    None."""
     removed = [name for name, value in entries.items() if value is None]
     changed = {name: value for name, value in entries.items() if value is not None}
-    return lambda rb: rb.write_back(rb.batch.clone().update(changed).exclude(*removed), keys)
+    return lambda rb: rb.write_back(
+        rb.batch.clone().update(changed).exclude(*removed), keys
+    )
 
 
 def stopped(rb: Any) -> Any:
@@ -41,7 +48,9 @@ def with_stopped_member(mixed: Any) -> Any:
 
 def of_lanes(size: int = 30) -> Any:
     """Return a buffer [T, E], with three lanes of 4 steps unless it is smaller."""
-    rb = fresh(storage=td.PackedStorage(size, ndim=2), sampler=td.ProportionalSampler(size))
+    rb = fresh(
+        storage=td.PackedStorage(size, ndim=2), sampler=td.ProportionalSampler(size)
+    )
     if size == 30:
         rb.extend(steps(3, 4))
     return rb
@@ -81,16 +90,22 @@ def in_fake_mode(rb: Any) -> None:
 
 
 def normalized() -> Any:
-    return buffer(td.ProportionalSampler(30), transform=ObservationNorm(0.0, 1.0, ["observation"]))
+    return buffer(
+        td.ProportionalSampler(30), transform=ObservationNorm(0.0, 1.0, ["observation"])
+    )
 
 
 WIDER = TensorDict({"observation": ones(20, 3), "reward": ones(20, 7)}, [20])
 NOT_WRITTEN = "of lane [01] has not been written: it has [15] rows"
-GOALS = steps(20, desired_goal=zeros(20, 2)).set(("next", "achieved_goal"), zeros(20, 2))
+GOALS = steps(20, desired_goal=zeros(20, 2)).set(
+    ("next", "achieved_goal"), zeros(20, 2)
+)
 
 
 def tracked(size: int) -> Any:
-    return filled(storage=td.PackedStorage(size), writer=td.RingWriter(track_generations=True))
+    return filled(
+        storage=td.PackedStorage(size), writer=td.RingWriter(track_generations=True)
+    )
 
 
 def wider() -> TensorDict:
@@ -110,24 +125,35 @@ def elsewhere(**parts: Any) -> Any:
 
 def queue(**options: Any) -> Any:
     """Return a queue in which 5 rows wait."""
-    rb = td.ExperienceQueue(**{"storage": td.PackedStorage(16), "batch_size": 4, "timeout": 0.01} | options)
+    rb = td.ExperienceQueue(
+        **{"storage": td.PackedStorage(16), "batch_size": 4, "timeout": 0.01} | options
+    )
     rb.extend(steps(5))
     return rb
 
 
 def queue_parts(waiting: int) -> Any:
     writer = td.QueueWriter()
-    rb = td.ReplayBuffer(storage=td.PackedStorage(2), sampler=td.QueueSampler(writer), writer=writer, batch_size=2)
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(2),
+        sampler=td.QueueSampler(writer),
+        writer=writer,
+        batch_size=2,
+    )
     if waiting:
         rb.extend(steps(waiting))
     return rb
 
 
 def mixture(a: Any = prioritized, b: Any = ranked, rows: Any = None) -> Any:
-    """Return a mixture, and write rows to the member that is new. Its ``batch`` has errors."""
+    """Return a mixture, and write rows to the member that is new. Its ``batch`` has
+    errors."""
     members = {"a": a(), "b": b()}
     mixed = td.ReplayBufferMixture(
-        members, {"a": 0.5, "b": 0.5}, batch_size=4, generator=torch.Generator().manual_seed(0)
+        members,
+        {"a": 0.5, "b": 0.5},
+        batch_size=4,
+        generator=torch.Generator().manual_seed(0),
     )
     if rows is not None:
         members["a" if a is fresh else "b"].extend(rows)

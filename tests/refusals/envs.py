@@ -20,7 +20,12 @@ HAS_PETTINGZOO = find_spec("pettingzoo") is not None
 if HAS_PETTINGZOO:
     from tests.multi_agent import AGENTS, Council, Meadow
 THREE = np.zeros(3, bool)
-TRANSITION = {"obs": np.zeros(3), "action": np.zeros(3), "reward": np.zeros(3), "next_obs": np.zeros(3)}
+TRANSITION = {
+    "obs": np.zeros(3),
+    "action": np.zeros(3),
+    "reward": np.zeros(3),
+    "next_obs": np.zeros(3),
+}
 TRANSITION |= {"terminated": THREE, "truncated": THREE}
 
 
@@ -121,9 +126,12 @@ REFUSALS: Table = {
 
 
 def started_agents(env: Any) -> Any:
-    """Return a buffer with the ``recorder`` of an environment of PettingZoo that has been reset."""
+    """Return a buffer with the ``recorder`` of an environment of PettingZoo that has
+    been reset."""
     rb = from_env(env)
-    rb.recorder = (td.AECRecorder if isinstance(env, Council) else td.PettingZooRecorder)(rb, env)
+    rb.recorder = (
+        td.AECRecorder if isinstance(env, Council) else td.PettingZooRecorder
+    )(rb, env)
     rb.recorder.reset(seed=1)
     return rb
 
@@ -147,11 +155,27 @@ def turns(*given: Any) -> Any:
 def of_groups() -> list[Any]:
     wolves = AGENTS[:3]
     return [
-        ({"all": AGENTS}, SchemaError, "'wolf_0' and 'sheep' differ in their spaces: put them in groups of their"),
+        (
+            {"all": AGENTS},
+            SchemaError,
+            "'wolf_0' and 'sheep' differ in their spaces: put them in groups of their",
+        ),
         ({"wolf": wolves}, ValueError, "must name each of the agents"),
-        ({"wolf": [*wolves, "wolf_0"], "sheep": ["sheep"]}, ValueError, "must name each of the agents"),
-        ({"next": wolves, "sheep": ["sheep"]}, ValueError, "not reserved for the transition, got 'next'"),
-        (["wolf"], TypeError, "group_map must be a dict from names to lists of agents, got a list"),
+        (
+            {"wolf": [*wolves, "wolf_0"], "sheep": ["sheep"]},
+            ValueError,
+            "must name each of the agents",
+        ),
+        (
+            {"next": wolves, "sheep": ["sheep"]},
+            ValueError,
+            "not reserved for the transition, got 'next'",
+        ),
+        (
+            ["wolf"],
+            TypeError,
+            "group_map must be a dict from names to lists of agents, got a list",
+        ),
     ]
 
 

@@ -13,7 +13,10 @@ def gae(gamma: Any, lmbda: Any, **inputs: Any) -> Any:
 
 def estimates(length: int = 9) -> dict[str, Any]:
     """Return the arguments of all estimates, [2, T, 1]."""
-    made = {name: zeros(2, length, 1) for name in ("state_value", "next_state_value", "reward")}
+    made = {
+        name: zeros(2, length, 1)
+        for name in ("state_value", "next_state_value", "reward")
+    }
     return made | {name: zeros(2, length, 1).bool() for name in ("done", "terminated")}
 
 
@@ -21,7 +24,9 @@ FUNCTIONS: list[Any] = [
     lambda **inputs: F.generalized_advantage_estimate(0.9, 0.8, **inputs),
     lambda state_value, **inputs: F.td_lambda_return_estimate(0.9, 0.8, **inputs),
     lambda state_value, **inputs: F.td1_return_estimate(0.9, **inputs),
-    lambda **inputs: F.vtrace_advantage_estimate(0.9, inputs["reward"], inputs["reward"], **inputs),
+    lambda **inputs: F.vtrace_advantage_estimate(
+        0.9, inputs["reward"], inputs["reward"], **inputs
+    ),
 ]
 REFUSALS: Table = {
     ("functional", nothing): [

@@ -23,16 +23,30 @@ Row = tuple[Callable[[Any], Any], Any, str]  # a call, the error, a word of its 
 Table = dict[tuple[str, Callable[[], Any]], list[Row]]  # by name and maker
 td: Any = rlbuf_td  # the arguments are not checked: they are wrong on purpose
 F: Any = rlbuf_td.functional
-zeros, ones, full, tensor, nan = torch.zeros, torch.ones, torch.full, torch.tensor, float("nan")
+zeros, ones, full, tensor, nan = (
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.tensor,
+    float("nan"),
+)
 
 
 def steps(*size: int, first: int = 0, **entries: Any) -> TensorDict:
     """Return transitions, numbered along the last dim; no trajectory ends."""
-    number = torch.arange(first, first + size[-1]).expand(size).clone() if size else tensor(first)
+    number = (
+        torch.arange(first, first + size[-1]).expand(size).clone()
+        if size
+        else tensor(first)
+    )
     observation = number[..., None].float().expand(*size, 3).clone()
     after = {"observation": observation + 1, "reward": number[..., None].float()}
-    after |= {name: zeros(*size, 1, dtype=torch.bool) for name in ("done", "terminated")}
-    return TensorDict({"observation": observation, "action": number, "next": after} | entries, size)
+    after |= {
+        name: zeros(*size, 1, dtype=torch.bool) for name in ("done", "terminated")
+    }
+    return TensorDict(
+        {"observation": observation, "action": number, "next": after} | entries, size
+    )
 
 
 def freed(leaf: torch.Tensor) -> torch.Tensor:
@@ -64,7 +78,9 @@ def fake(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def jagged(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor([row[: 1 + j % 2] for j, row in enumerate(leaf)], layout=torch.jagged)
+    return torch.nested.nested_tensor(
+        [row[: 1 + j % 2] for j, row in enumerate(leaf)], layout=torch.jagged
+    )
 
 
 def with_leaf(data: Any, key: str, spoil: Callable[[torch.Tensor], Any]) -> Any:
@@ -79,7 +95,8 @@ def text(data: TensorDictBase) -> NonTensorData:
 
 
 NO_MEMORY = "no memory|out of bounds for storage"
-#: How rows can differ from those that are stored, for any batch size, and what the error says.
+#: How rows can differ from those that are stored, for any batch size, and what the
+# error says.
 MISFITS: list[tuple[Callable[[TensorDict], Any], Any, str]] = [
     (lambda data: data.exclude("action"), SchemaError, r"key 'action' is missing, expected as int64 of shape \("),
     (lambda data: data.exclude("next"), SchemaError, r"key \('next', '\w+'\) is missing"),
@@ -116,7 +133,9 @@ RAGGED: list[tuple[Callable[[TensorDict], Any], Any, str]] = [
 ]  # fmt: skip
 
 
-def misfits(call: Callable[[Any, Any], Any], data: Callable[[], Any], *more: list[Any]) -> list[Any]:
+def misfits(
+    call: Callable[[Any, Any], Any], data: Callable[[], Any], *more: list[Any]
+) -> list[Any]:
     """Return rows that give a call all data that do not fit."""
     return [
         (lambda made, spoil=spoil: call(made, spoil(data())), error, word)
@@ -141,11 +160,14 @@ def no_rows() -> Any:
 
 def fresh(**options: Any) -> Any:
     """Return a buffer without rows."""
-    return td.ReplayBuffer(**{"storage": td.PackedStorage(30), "batch_size": 4} | options)
+    return td.ReplayBuffer(
+        **{"storage": td.PackedStorage(30), "batch_size": 4} | options
+    )
 
 
 def buffer(sampler: Any = None, *, cls: Any = fresh, **options: Any) -> Any:
-    """Return a buffer with 20 of 30 rows, in use: its calls are compiled, if they can be. Its ``batch`` has errors."""
+    """Return a buffer with 20 of 30 rows, in use: its calls are compiled, if they can
+    be. Its ``batch`` has errors."""
     rb = cls(sampler=sampler, **options)
     for first in (0, 10):
         rb.extend(steps(10, first=first))
@@ -163,10 +185,13 @@ def ranked() -> Any:
 
 
 def update(**entries: Any) -> Callable[[Any], Any]:
-    """Return a call that updates the priorities of a batch with other entries; without those that are None."""
+    """Return a call that updates the priorities of a batch with other entries; without
+    those that are None."""
     removed = [name for name, value in entries.items() if value is None]
     changed = {name: value for name, value in entries.items() if value is not None}
-    return lambda rb: rb.update_tensordict_priority(rb.batch.clone().update(changed).exclude(*removed))
+    return lambda rb: rb.update_tensordict_priority(
+        rb.batch.clone().update(changed).exclude(*removed)
+    )
 
 
 def filled(sampler: Any = None, rows: Any = None, **options: Any) -> Any:
@@ -204,7 +229,9 @@ def entry(key: Any, value: Any) -> TensorDict:
 
 def theirs(sampler: Any, rows: Any, storage: Any = None) -> Any:
     rb = TensorDictReplayBuffer(
-        storage=td.PackedStorage(30) if storage is None else storage, sampler=sampler, batch_size=6
+        storage=td.PackedStorage(30) if storage is None else storage,
+        sampler=sampler,
+        batch_size=6,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rows of several steps
@@ -254,7 +281,10 @@ def of_numbers() -> Any:
 
 
 REWARD = ("next", "reward")
-MISSHAPEN, OUT_OF_ORDER = "shape|size|Failed to update", "needs rows in time order, and some were written elsewhere"
+MISSHAPEN, OUT_OF_ORDER = (
+    "shape|size|Failed to update",
+    "needs rows in time order, and some were written elsewhere",
+)
 
 
 def rolled(*size: int, value: int = 1, **entries: Any) -> TensorDict:
@@ -273,7 +303,9 @@ def critic(key: str = "state_value", *, fails: bool = False) -> Any:
 
 def rollout(written: int, length: int = 8, lanes: int = 3, **options: Any) -> Any:
     """Return a rollout of ``length`` steps, of which some are written."""
-    rb = td.RolloutBuffer(length, lanes, **{"batch_size": 6, "value_network": critic()} | options)
+    rb = td.RolloutBuffer(
+        length, lanes, **{"batch_size": 6, "value_network": critic()} | options
+    )
     if written:
         rb.extend(rolled(lanes, written))
     return rb

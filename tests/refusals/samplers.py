@@ -56,9 +56,12 @@ def episodes() -> TensorDict:
 
 
 def goals(changes: dict[Any, Any], fn: Any = reward_fn, **options: Any) -> Any:
-    """Return a buffer that relabels goals of rows with other entries; without those that are None."""
+    """Return a buffer that relabels goals of rows with other entries; without those
+    that are None."""
     rows = steps(20, desired_goal=full((20, 2), 9.0))
-    rows["next"].update({"achieved_goal": zeros(20, 2), "desired_goal": full((20, 2), 9.0)})
+    rows["next"].update(
+        {"achieved_goal": zeros(20, 2), "desired_goal": full((20, 2), 9.0)}
+    )
     rows = rows.exclude(*(key for key, value in changes.items() if value is None))
     for key, value in changes.items():
         if value is not None:

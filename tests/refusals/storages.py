@@ -35,8 +35,12 @@ def entries_of(storage: Any) -> Any:
 
 
 _SEEN = {"observation": zeros(4, 8), "done": zeros(4, 1).bool()}
-FRAMES = TensorDict(_SEEN | {"other": zeros(4, 4), "next": _SEEN | {"other": zeros(4, 8)}}, [4])
-FLAGS = TensorDict({"over": zeros(4, 16).bool(), "next": {"over": zeros(4, 16).bool()}}, [4])
+FRAMES = TensorDict(
+    _SEEN | {"other": zeros(4, 4), "next": _SEEN | {"other": zeros(4, 8)}}, [4]
+)
+FLAGS = TensorDict(
+    {"over": zeros(4, 16).bool(), "next": {"over": zeros(4, 16).bool()}}, [4]
+)
 #: What no row can hold, with the storage that can.
 UNPACKABLE: list[tuple[Any, str]] = [
     (lambda: TensorDict({"n": {}}, [3]), "contains no tensor"),

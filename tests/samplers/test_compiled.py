@@ -1,4 +1,5 @@
-"""Compiled stages equal torch stages: whole buffers and single batches, over one list of cases each."""
+"""Compiled stages equal torch stages: whole buffers and single batches, over one list
+of cases each."""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ from tests.test_goes_on import ALWAYS, FORMS, FRESH, MORE, Maker, assert_equal
 
 
 def assert_close(left: Any, right: Any) -> None:
-    """Compare nested values; real numbers may differ by rounding, because sums are in another order."""
+    """Compare nested values; real numbers may differ by rounding, because sums are in
+    another order."""
     if is_tensor_collection(left):
         assert set(left.keys()) == set(right.keys())
-        left, right = ([each.get(key) for key in sorted(left.keys())] for each in (left, right))
+        left, right = (
+            [each.get(key) for key in sorted(left.keys())] for each in (left, right)
+        )
     if isinstance(left, list | tuple):
         for pair in zip(left, right, strict=True):
             assert_close(*pair)
@@ -39,42 +43,62 @@ def assert_close(left: Any, right: Any) -> None:
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
-DIFFERENT = "unique", "strict"  # which take other numbers from the generator on other devices
+# which take other numbers from the generator on other devices
+DIFFERENT = "unique", "strict"
 PLACES = "rows", "lanes", "lanes apart", "observations once"
-EVERY = [(name, form) for name in (MORE | FRESH) if name not in DIFFERENT for form in PLACES]
+EVERY = [
+    (name, form) for name in (MORE | FRESH) if name not in DIFFERENT for form in PLACES
+]
 
 
 def turns(cases: list[Any], every: int) -> list[Any]:
     """Mark all but every n-th case as slow, another one each time."""
-    marks = [[] if (j + j // every) % every == 0 else [pytest.mark.slow] for j in range(len(cases))]
-    return [pytest.param(*case, marks=slow) for case, slow in zip(cases, marks, strict=True)]
+    marks = [
+        [] if (j + j // every) % every == 0 else [pytest.mark.slow]
+        for j in range(len(cases))
+    ]
+    return [
+        pytest.param(*case, marks=slow) for case, slow in zip(cases, marks, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("sampler", "form"), turns(EVERY, len(PLACES)))
-def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(sampler, form, tmp_path):
+def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
+    sampler, form, tmp_path
+):
     given = FORMS[form].of((MORE | FRESH)[sampler])
     makers = [replace(given, backend=backend) for backend in (None, "torch")]
     buffers = [made_by(maker, tmp_path) for maker in makers]
     for number in range(given.before + 1):
-        assert_close(*(maker.run(rb, number) for maker, rb in zip(makers, buffers, strict=True)))
+        assert_close(
+            *(maker.run(rb, number) for maker, rb in zip(makers, buffers, strict=True))
+        )
     copies = [made_by(maker, tmp_path) for maker in makers]
     for maker, rb, source in zip(makers, copies, reversed(buffers), strict=True):
         with maker.running():
             rb.load_state_dict(source.state_dict())
     for number in given.after():
-        ours, *others = (maker.run(rb, number) for maker, rb in zip(makers * 2, buffers + copies, strict=True))
+        ours, *others = (
+            maker.run(rb, number)
+            for maker, rb in zip(makers * 2, buffers + copies, strict=True)
+        )
         for theirs in others:
             assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["proportional", "rank"])
-def test_bad_errors_on_another_device_change_no_priority_and_are_counted(name, tmp_path):
+def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
+    name, tmp_path
+):
     maker = replace(FORMS["rows"].of(SAMPLERS[name]), backend="torch")
     rb = made_by(maker, tmp_path)
     maker.run(rb, 0)
     with maker.running():
         rb.update_priority(torch.tensor([0, 1, 2]), torch.tensor([5.0, 3.0, 4.0]))
-        rb.update_priority(torch.tensor([0, 1, 2, -1]), torch.tensor([torch.nan, 7.0, -torch.inf, torch.nan]))
+        rb.update_priority(
+            torch.tensor([0, 1, 2, -1]),
+            torch.tensor([torch.nan, 7.0, -torch.inf, torch.nan]),
+        )
         assert rb.sampler.priority(torch.arange(3)).tolist() == [5.0, 7.0, 4.0]
         assert rb.health()["refused_priorities"] == 2.0
 
@@ -101,17 +125,34 @@ def terminated_fn(batch: Any) -> torch.Tensor:
 
 
 per = ProportionalSampler
-ALONE = "uniform", "unique", "young", "proportional", "independent", "no norm", "rank", "recency"
+ALONE = (
+    "uniform",
+    "unique",
+    "young",
+    "proportional",
+    "independent",
+    "no norm",
+    "rank",
+    "recency",
+)
 KINDS: dict[str, Callable[[int], Any]] = {
     **{name: SAMPLERS[name] for name in ALONE},
     "fresh": lambda n: FreshRowsSampler(per(n)),
     "n-step": lambda n: NStepSampler(per(n), 3, 0.9),
     "n-step of fresh": lambda n: NStepSampler(FreshRowsSampler(per(n)), 2, 0.9),
     "hindsight": lambda n: hindsight(per(n), terminated_fn=terminated_fn),
-    "random goals": lambda n: hindsight(FreshRowsSampler(UniformSampler()), strategy={"episode": 0.5, "random": 0.5}),
-    "n-step of hindsight": lambda n: NStepSampler(hindsight(per(n), terminated_fn=terminated_fn), 4, 0.9),
-    "n-step of goals by rank": lambda n: NStepSampler(hindsight(RankSampler(n), strategy="final"), 2, 1.0),
-    "one step of random goals": lambda n: NStepSampler(hindsight(UniformSampler(), strategy="random"), 1, 0.9),
+    "random goals": lambda n: hindsight(
+        FreshRowsSampler(UniformSampler()), strategy={"episode": 0.5, "random": 0.5}
+    ),
+    "n-step of hindsight": lambda n: NStepSampler(
+        hindsight(per(n), terminated_fn=terminated_fn), 4, 0.9
+    ),
+    "n-step of goals by rank": lambda n: NStepSampler(
+        hindsight(RankSampler(n), strategy="final"), 2, 1.0
+    ),
+    "one step of random goals": lambda n: NStepSampler(
+        hindsight(UniformSampler(), strategy="random"), 1, 0.9
+    ),
 }
 WINDOWS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -119,8 +160,18 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "strict, burn-in": {"length": 2, "boundary": "strict", "burn_in": 2},
     "shift": {"length": 3, "boundary": "shift", "burn_in": 1, "priority": "mix"},
     "pad": {"length": 4, "boundary": "pad"},
-    "batch_time": {"length": 3, "boundary": "strict", "burn_in": 1, "output_layout": "batch_time"},
-    "across": {"length": 3, "boundary": "strict", "burn_in": 1, "across_episodes": True},
+    "batch_time": {
+        "length": 3,
+        "boundary": "strict",
+        "burn_in": 1,
+        "output_layout": "batch_time",
+    },
+    "across": {
+        "length": 3,
+        "boundary": "strict",
+        "burn_in": 1,
+        "across_episodes": True,
+    },
 }
 NESTED = [
     (kind, window, PLACES[(j + k) % 4])
@@ -131,7 +182,8 @@ NESTED = [
 
 
 def with_torch_forms(sampler: Any) -> Any:
-    """Return a sampler that overrides a method of its own, by itself: then it has no compiled form of this method."""
+    """Return a sampler that overrides a method of its own, by itself: then it has no
+    compiled form of this method."""
     name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
     setattr(sampler, name, getattr(sampler, name))
     return sampler
@@ -140,17 +192,30 @@ def with_torch_forms(sampler: Any) -> Any:
 @pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 4))
 def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp_path):
     def sampler(rows: int) -> Any:
-        return SequenceSampler(KINDS[kind](rows), **WINDOWS[window]) if WINDOWS[window] else KINDS[kind](rows)
+        return (
+            SequenceSampler(KINDS[kind](rows), **WINDOWS[window])
+            if WINDOWS[window]
+            else KINDS[kind](rows)
+        )
 
-    makers = [FORMS[form].of(make) for make in (sampler, lambda rows: with_torch_forms(sampler(rows)))]
+    makers = [
+        FORMS[form].of(make)
+        for make in (sampler, lambda rows: with_torch_forms(sampler(rows)))
+    ]
     compiled, torch_form = (made_by(maker, tmp_path) for maker in makers)
     rounds = 0
     for number in range(18):
-        ours, theirs = (maker.run(rb, number) for maker, rb in zip(makers, (compiled, torch_form), strict=True))
+        ours, theirs = (
+            maker.run(rb, number)
+            for maker, rb in zip(makers, (compiled, torch_form), strict=True)
+        )
         assert_equal(ours, theirs, ALWAYS, f"round {number}")
         rounds += ", sample" in compiled.compiled.partition("; not")[0]
-    assert rounds > 8 or form in ("lanes apart", "observations once")  # where some stages need torch
-    assert ("not sample" in torch_form.compiled) == isinstance(torch_form.sampler, SamplerWrapper)
+    # where some stages need torch
+    assert rounds > 8 or form in ("lanes apart", "observations once")
+    assert ("not sample" in torch_form.compiled) == isinstance(
+        torch_form.sampler, SamplerWrapper
+    )
 
 
 def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable(tmp_path):
@@ -167,7 +232,13 @@ def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable(tmp_
         assert rb.sample()["steps_to_next_obs"].max() <= 3
 
 
-@pytest.mark.parametrize("outer", [lambda inner: NStepSampler(inner, 3, 0.9), lambda inner: SequenceSampler(inner, 4)])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda inner: NStepSampler(inner, 3, 0.9),
+        lambda inner: SequenceSampler(inner, 4),
+    ],
+)
 def test_a_reward_function_may_move_its_batch_but_not_free_it(outer, tmp_path):
     change: list[Any] = []
 
@@ -178,12 +249,18 @@ def test_a_reward_function_may_move_its_batch_but_not_free_it(outer, tmp_path):
                 each(leaf)
         return found
 
-    samplers = [lambda rows, fn=fn: outer(HindsightSampler(UniformSampler(), fn)) for fn in (reward, reward_fn)]
+    samplers = [
+        lambda rows, fn=fn: outer(HindsightSampler(UniformSampler(), fn))
+        for fn in (reward, reward_fn)
+    ]
     makers = [FORMS["rows"].of(sampler) for sampler in samplers]
     rb, plain = (made_by(maker, tmp_path) for maker in makers)
     for number in range(10):
         change[:] = [torch.Tensor.share_memory_] if number > 5 else []
-        ours, theirs = (maker.run(each, number) for maker, each in zip(makers, (rb, plain), strict=True))
+        ours, theirs = (
+            maker.run(each, number)
+            for maker, each in zip(makers, (rb, plain), strict=True)
+        )
         assert_equal(ours, theirs, ALWAYS)
     assert ", sample" in rb.compiled
     change[:] = [lambda leaf: leaf.untyped_storage().resize_(0)]

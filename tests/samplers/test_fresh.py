@@ -1,6 +1,8 @@
-"""New rows first, each once, the oldest first: the law of the other rows, weights, and windows of fresh rows.
+"""New rows first, each once, the oldest first: the law of the other rows, weights, and
+windows of fresh rows.
 
-Which rows are fresh after writes, loads, copies and in other processes is in ``test_lockstep.py``.
+Which rows are fresh after writes, loads, copies and in other processes is in
+``test_lockstep.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +35,19 @@ def rows(first: int, count: int) -> TensorDict:
     return TensorDict({"number": torch.arange(first, first + count)}, [count])
 
 
-def buffer(inner: Any, fresh: Any = 2, *, size: int = STEPS, written: int = 0, batch_size: int = BATCH) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=PackedStorage(size), sampler=FreshRowsSampler(inner, fresh), batch_size=batch_size)
+def buffer(
+    inner: Any,
+    fresh: Any = 2,
+    *,
+    size: int = STEPS,
+    written: int = 0,
+    batch_size: int = BATCH,
+) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=PackedStorage(size),
+        sampler=FreshRowsSampler(inner, fresh),
+        batch_size=batch_size,
+    )
     for first in range(0, written, 5):
         rb.extend(rows(first, 5))
     return rb
@@ -55,7 +68,9 @@ def test_the_rest_of_a_batch_follows_the_wrapped_law(inner):
         number = rb.sample()["number"]
         assert number[:3].tolist() == [12, 13, 14]
         counts += torch.bincount(number[3:], minlength=STEPS)
-    weight = error.double() ** 0.6 if inner == "proportional" else torch.ones(STEPS).double()
+    weight = (
+        error.double() ** 0.6 if inner == "proportional" else torch.ones(STEPS).double()
+    )
     assert power((weight / weight.sum()).numpy(), draws * (batch - 3), bias=0.02) > 0.97
     assert_follows(counts, weight / weight.sum())
 
@@ -65,17 +80,29 @@ def test_the_rest_of_a_batch_follows_the_wrapped_law(inner):
 def test_fresh_rows_have_the_weights_of_the_wrapped_law(cls, norm):
     inner = cls(STEPS, alpha=0.7, beta=0.5, weight_norm=norm)
     rb = buffer(inner, 5, written=STEPS)
-    rb.update_priority(torch.arange(STEPS), torch.linspace(4, 0.1, STEPS))  # fresh rows have the largest weights
+    # fresh rows have the largest weights
+    rb.update_priority(torch.arange(STEPS), torch.linspace(4, 0.1, STEPS))
     batch = rb.sample()
     every = (STEPS * inner.probability(torch.arange(STEPS))) ** -0.5
-    largest = {"buffer": every.max(), "batch": every[batch["index"]].max(), None: torch.tensor(1.0)}
+    largest = {
+        "buffer": every.max(),
+        "batch": every[batch["index"]].max(),
+        None: torch.tensor(1.0),
+    }
     weight = every[batch["index"]] / largest[norm].double()
-    torch.testing.assert_close(batch["priority_weight"].double(), weight, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        batch["priority_weight"].double(), weight, rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
 def test_weights_stay_finite_if_a_fresh_row_is_almost_never_drawn(norm):
-    rb = buffer(ProportionalSampler(5, alpha=1.0, beta=2.0, weight_norm=norm), 1, size=5, written=5)
+    rb = buffer(
+        ProportionalSampler(5, alpha=1.0, beta=2.0, weight_norm=norm),
+        1,
+        size=5,
+        written=5,
+    )
     rb.update_priority(torch.arange(5), torch.tensor([0.0, 1e30, 1e30, 1e30, 1e30]))
     assert rb.sample()["priority_weight"].isfinite().all()
 
@@ -114,18 +141,24 @@ def test_the_storage_of_fresh_rows_can_be_replaced():
     assert rb.sample()["number"].tolist() == [7, 8]
 
 
-# -- fresh windows, the online queue of DreamerV3: each step once, in order, in windows that do not overlap
+# -- fresh windows, the online queue of DreamerV3: each step once, in order, in windows
+# that do not overlap
 
 LENGTH, WINDOWS, SIZE = 4, 3, 40
 
 
 class Waiting:
-    """A buffer whose rows know their number in their lane, and the steps (number, done) of each lane that wait."""
+    """A buffer whose rows know their number in their lane, and the steps (number, done)
+    of each lane that wait."""
 
     def __init__(self, inner: Any, lanes: int, across: bool, seed: int) -> None:
-        sampler = SequenceSampler(FreshRowsSampler(inner, fresh="windows"), LENGTH, across_episodes=across)
+        sampler = SequenceSampler(
+            FreshRowsSampler(inner, fresh="windows"), LENGTH, across_episodes=across
+        )
         storage = PackedStorage(SIZE * lanes, ndim=2, lanes=lanes)
-        self.rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=WINDOWS * LENGTH)
+        self.rb = ReplayBuffer(
+            storage=storage, sampler=sampler, batch_size=WINDOWS * LENGTH
+        )
         self.across, self.rng, self.count = across, random.Random(seed), [0] * lanes
         self.steps: list[list[tuple[int, bool]]] = [[] for _ in range(lanes)]
 
@@ -135,8 +168,13 @@ class Waiting:
         for lane, over in zip(lanes, done.tolist(), strict=True):
             self.steps[lane].append((self.count[lane], over))
             self.count[lane] += 1
-            self.steps[lane] = [row for row in self.steps[lane] if row[0] >= self.count[lane] - SIZE]
-        self.rb.extend(TensorDict({"number": number, "next": {"done": done}}, [len(lanes)]), lanes=torch.tensor(lanes))
+            self.steps[lane] = [
+                row for row in self.steps[lane] if row[0] >= self.count[lane] - SIZE
+            ]
+        self.rb.extend(
+            TensorDict({"number": number, "next": {"done": done}}, [len(lanes)]),
+            lanes=torch.tensor(lanes),
+        )
 
     def take(self) -> list[list[int]]:
         """Take the fresh windows of a batch: one per lane and turn."""
@@ -144,7 +182,14 @@ class Waiting:
         while len(found) < WINDOWS:
             before = len(found)
             for waiting in self.steps:
-                end = next((k + 1 for k, (_, done) in enumerate(waiting) if done and not self.across), SIZE)
+                end = next(
+                    (
+                        k + 1
+                        for k, (_, done) in enumerate(waiting)
+                        if done and not self.across
+                    ),
+                    SIZE,
+                )
                 length = min(end, LENGTH)
                 if len(found) < WINDOWS and length <= len(waiting):
                     found.append([number for number, _ in waiting[:length]])
@@ -163,13 +208,19 @@ class Waiting:
         (False, 1, "rank", False),
     ],
 )
-def test_each_step_comes_once_in_windows_that_do_not_overlap(alone, lanes, kind, across):
+def test_each_step_comes_once_in_windows_that_do_not_overlap(
+    alone, lanes, kind, across
+):
     seen = 0
     for seed in range(3):
         made = Waiting(SAMPLERS[kind](SIZE * lanes), lanes, across, seed)
         torch.manual_seed(seed)
         for _ in range(40):
-            for lane in made.rng.choices(range(lanes), k=made.rng.choice([0, 1, 5])) if alone else []:
+            for lane in (
+                made.rng.choices(range(lanes), k=made.rng.choice([0, 1, 5]))
+                if alone
+                else []
+            ):
                 made.write([lane])
             for _ in range(0 if alone else made.rng.choice([1, 2, 7])):
                 made.write([*range(lanes)])
@@ -197,13 +248,17 @@ class Own(ProportionalSampler):
 
     row = 0
 
-    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def draw(
+        self, storage: Any, batch_size: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         _, info = super().draw(storage, batch_size)
         weight = info["priority_weight"][:1].double().expand(batch_size)
         return torch.full((batch_size,), self.row), info | {"priority_weight": weight}
 
 
-def test_a_users_draw_beside_fresh_rows_may_share_weights_but_not_name_a_row_that_is_missing() -> None:
+def test_a_users_draw_beside_fresh_rows_may_share_weights_but_not_name_a_row_that_is_missing() -> (
+    None
+):
     rb = buffer(Own(STEPS), 3, written=6)
     for _ in range(2):
         assert rb.sample()["priority_weight"].tolist() == pytest.approx([1.0] * BATCH)

@@ -1,4 +1,5 @@
-"""Hindsight: which goals, with which probabilities; what is computed anew; what is refused."""
+"""Hindsight: which goals, with which probabilities; what is computed anew; what is
+refused."""
 
 from __future__ import annotations
 
@@ -30,13 +31,20 @@ def world(sampler: Any, lanes: int = 2, **often: Any) -> World:
 
 
 def chosen(made: World, draws: int) -> np.ndarray:
-    """Return how often each row (last: none) has given its outcome to each row, ``[rows, rows + 1]``."""
-    outcomes = torch.tensor([row.fields["next", "achieved_goal"] for row in made.model.rows()])
+    """Return how often each row (last: none) has given its outcome to each row,
+    ``[rows, rows + 1]``."""
+    outcomes = torch.tensor(
+        [row.fields["next", "achieved_goal"] for row in made.model.rows()]
+    )
     rows = len(outcomes)
     counts = np.zeros((rows, rows + 1))
     for _ in range(draws // 5_000):
         batch = made.rb.sample(5_000)
-        index = batch["index"] if batch["index"].ndim == 1 else batch["index"] @ torch.tensor([made.model.lanes, 1])
+        index = (
+            batch["index"]
+            if batch["index"].ndim == 1
+            else batch["index"] @ torch.tensor([made.model.lanes, 1])
+        )
         same = (batch["desired_goal"][:, None] == outcomes).all(-1)
         assert torch.equal(same.any(1), batch["relabeled"])
         goal = torch.where(batch["relabeled"], same.int().argmax(1), rows)
@@ -45,7 +53,11 @@ def chosen(made: World, draws: int) -> np.ndarray:
 
 
 def law(
-    made: World, mixture: dict[str, float], her_ratio: float, only_finished: bool = False, gamma: float = 1.0
+    made: World,
+    mixture: dict[str, float],
+    her_ratio: float,
+    only_finished: bool = False,
+    gamma: float = 1.0,
 ) -> np.ndarray:
     """Return the probability of the same, by definition."""
     model = made.model
@@ -57,9 +69,13 @@ def law(
                 probability[row, -1] += her_ratio * share
                 continue
             allowed = allowed_goals(model, each, strategy)
-            weight = [gamma**k if strategy == "future" else 1.0 for k in range(len(allowed))]
+            weight = [
+                gamma**k if strategy == "future" else 1.0 for k in range(len(allowed))
+            ]
             for goal, mine in zip(allowed, weight, strict=True):
-                probability[row, model.flat(goal)] += her_ratio * share * mine / sum(weight)
+                probability[row, model.flat(goal)] += (
+                    her_ratio * share * mine / sum(weight)
+                )
         probability[row, -1] += 1 - her_ratio
     return probability / len(model)
 
@@ -77,15 +93,27 @@ MIXTURES = [
 
 @pytest.mark.usefixtures("boundaries")
 @pytest.mark.parametrize(("mixture", "her_ratio", "only_finished", "gamma"), MIXTURES)
-def test_every_allowed_row_is_chosen_with_its_probability(mixture, her_ratio, only_finished, gamma):
-    """Over lanes that have wrapped, with trajectories whose beginning is lost and some that are unfinished."""
+def test_every_allowed_row_is_chosen_with_its_probability(
+    mixture, her_ratio, only_finished, gamma
+):
+    """Over lanes that have wrapped, with trajectories whose beginning is lost and some
+    that are unfinished."""
     strategy = next(iter(mixture)) if len(mixture) == 1 else mixture
-    given: Any = {"her_ratio": her_ratio, "only_finished": only_finished, "future_gamma": gamma}
-    made = world(HindsightSampler(UniformSampler(), reward_fn, strategy=strategy, **given), often=(0.05, 0.03, 0.02))
+    given: Any = {
+        "her_ratio": her_ratio,
+        "only_finished": only_finished,
+        "future_gamma": gamma,
+    }
+    made = world(
+        HindsightSampler(UniformSampler(), reward_fn, strategy=strategy, **given),
+        often=(0.05, 0.03, 0.02),
+    )
     torch.manual_seed(0)
     probability = law(made, mixture, her_ratio, only_finished, gamma).flatten()
     draws = 800_000 if gamma == 0.9 else 50_000
-    assert draws == 50_000 or power(probability[probability > 0], draws, bias=0.02) > 0.95
+    assert (
+        draws == 50_000 or power(probability[probability > 0], draws, bias=0.02) > 0.95
+    )
     assert not all(made.model.ended(row) for row in made.model.rows())
     assert max(made.model.reach(row)[1] for row in made.model.rows()) > 4
     assert_follows(chosen(made, draws).flatten(), probability)
@@ -118,7 +146,9 @@ def test_the_ratio_may_change_between_draws():
 
 
 def test_flags_stay_as_stored_without_terminated_fn():
-    made = world(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy="final"))
+    made = world(
+        HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy="final")
+    )
     batch = made.rb.sample(500)
     for name in ("terminated", "truncated", "done"):
         stored = [row.fields["next", name] for row in made.rows_at(batch["index"])]
@@ -126,8 +156,15 @@ def test_flags_stay_as_stored_without_terminated_fn():
 
 
 def goals_of(shape: tuple[int, ...], dtype: torch.dtype, n: int) -> TensorDict:
-    """Return one trajectory; goals lie in a nested TensorDict, ``("obs", "goals", ...)``, outcomes count up."""
-    count = torch.arange(n).view(n, *[1] * len(shape)).expand(n, *shape).to(dtype).contiguous()
+    """Return one trajectory; goals lie in a nested TensorDict,
+    ``("obs", "goals", ...)``, outcomes count up."""
+    count = (
+        torch.arange(n)
+        .view(n, *[1] * len(shape))
+        .expand(n, *shape)
+        .to(dtype)
+        .contiguous()
+    )
     nest = {"obs": {"goals": {"desired": count * 0 + 99, "achieved": count}}}
     following = {"obs": {"goals": {"desired": count * 0 + 99, "achieved": count + 1}}}
     data = TensorDict(nest | {"next": following}, [n])
@@ -138,11 +175,20 @@ def goals_of(shape: tuple[int, ...], dtype: torch.dtype, n: int) -> TensorDict:
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((), torch.float32), ((1,), torch.float64), ((3,), torch.uint8), ((2, 3, 4), torch.int64)]
+    ("shape", "dtype"),
+    [
+        ((), torch.float32),
+        ((1,), torch.float64),
+        ((3,), torch.uint8),
+        ((2, 3, 4), torch.int64),
+    ],
 )
 def test_goals_of_any_shape_dtype_and_depth(shape, dtype, cls):
     def equal(batch: TensorDictBase) -> torch.Tensor:
-        desired, achieved = batch["obs", "goals", "desired"], batch["next", "obs", "goals", "achieved"]
+        desired, achieved = (
+            batch["obs", "goals", "desired"],
+            batch["next", "obs", "goals", "achieved"],
+        )
         return (desired == achieved).view(len(batch), -1).all(1)
 
     sampler = HindsightSampler(
@@ -163,33 +209,58 @@ def test_goals_of_any_shape_dtype_and_depth(shape, dtype, cls):
     assert (goal[~mask] == 99).all()
     assert (goal[mask, 0] > place[mask]).all()
     assert (goal[mask, 0] <= 8).all()
-    assert torch.equal(batch["next", "reward"].squeeze(-1) == 1, mask & (goal[:, 0] == place + 1))
-    assert torch.equal(batch["next", "obs", "goals", "achieved"].reshape(200, -1)[:, 0], (place + 1).to(dtype))
+    assert torch.equal(
+        batch["next", "reward"].squeeze(-1) == 1, mask & (goal[:, 0] == place + 1)
+    )
+    assert torch.equal(
+        batch["next", "obs", "goals", "achieved"].reshape(200, -1)[:, 0],
+        (place + 1).to(dtype),
+    )
 
 
 def test_goals_need_not_be_stored_in_next():
-    batch = one_trajectory(lambda batch: torch.ones(len(batch)), desired_goal=None).sample(50)
+    batch = one_trajectory(
+        lambda batch: torch.ones(len(batch)), desired_goal=None
+    ).sample(50)
     assert "desired_goal" not in batch["next"].keys()
     assert torch.equal((batch["desired_goal"] != 9).all(-1), batch["relabeled"])
 
 
-@pytest.mark.parametrize(("stored", "dims"), [((), ()), ((1,), ()), ((1,), (1,)), ((1, 1), (1,))])
+@pytest.mark.parametrize(
+    ("stored", "dims"), [((), ()), ((1,), ()), ((1,), (1,)), ((1, 1), (1,))]
+)
 def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(stored, dims):
-    for dtype, given in ((torch.float32, torch.float64), (torch.float16, torch.bool), (torch.float32, None)):
+    for dtype, given in (
+        (torch.float32, torch.float64),
+        (torch.float16, torch.bool),
+        (torch.float32, None),
+    ):
 
         def reward(batch: TensorDictBase, given: Any = given) -> Any:
             values = torch.arange(len(batch)) % 2
-            return values.numpy().astype(np.float32) if given is None else values.to(given).view(-1, *dims)
+            return (
+                values.numpy().astype(np.float32)
+                if given is None
+                else values.to(given).view(-1, *dims)
+            )
 
-        batch = one_trajectory(reward, reward=torch.full((6, *stored), 7, dtype=dtype)).sample(40)
+        batch = one_trajectory(
+            reward, reward=torch.full((6, *stored), 7, dtype=dtype)
+        ).sample(40)
         found = batch["next", "reward"]
         assert (found.shape, found.dtype) == ((40, *stored), dtype)
-        assert found.flatten().tolist() == torch.where(batch["relabeled"], torch.arange(40) % 2, 7).tolist()
+        assert (
+            found.flatten().tolist()
+            == torch.where(batch["relabeled"], torch.arange(40) % 2, 7).tolist()
+        )
 
 
 def one_trajectory(fn: Any, **entries: Any) -> Any:
     sampler = HindsightSampler(UniformSampler(), fn, her_ratio=0.5)
-    rb, goal = ReplayBuffer(storage=PackedStorage(6), sampler=sampler), torch.full((6, 2), 9.0)
+    rb, goal = (
+        ReplayBuffer(storage=PackedStorage(6), sampler=sampler),
+        torch.full((6, 2), 9.0),
+    )
     flags = {"reward": torch.zeros(6, 1), "done": torch.zeros(6, 1, dtype=torch.bool)}
     after = {"achieved_goal": torch.rand(6, 2), "desired_goal": goal.clone()} | flags
     made = TensorDict({"desired_goal": goal, "next": after}, [6])
@@ -203,14 +274,20 @@ def one_trajectory(fn: Any, **entries: Any) -> Any:
 
 
 def test_nan_in_rows_that_are_not_relabelled_is_ignored():
-    rb = one_trajectory(lambda batch: torch.where((batch["desired_goal"] == 9).all(-1), math.nan, 1.0))
+    rb = one_trajectory(
+        lambda batch: torch.where((batch["desired_goal"] == 9).all(-1), math.nan, 1.0)
+    )
     assert rb.sample(100)["next", "reward"].isfinite().all()
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_lazily_negated_reward_keeps_its_sign(batch):
     def two(rows: TensorDictBase) -> torch.Tensor:
-        return torch.complex(torch.zeros(len(rows), 1), torch.full((len(rows), 1), -2.0)).conj().imag
+        return (
+            torch.complex(torch.zeros(len(rows), 1), torch.full((len(rows), 1), -2.0))
+            .conj()
+            .imag
+        )
 
     sampler = HindsightSampler(UniformSampler(), two, her_ratio=1.0)
     rb = ReplayBuffer(storage=PackedStorage(8), sampler=sampler, batch_size=batch)
@@ -220,7 +297,10 @@ def test_a_lazily_negated_reward_keeps_its_sign(batch):
         assert (rb.sample()["next", "reward"] == 2.0).all()
 
 
-WITHIN = [lambda inner: NStepSampler(inner, 3, 0.9), lambda inner: SequenceSampler(inner, 3, boundary="strict")]
+WITHIN = [
+    lambda inner: NStepSampler(inner, 3, 0.9),
+    lambda inner: SequenceSampler(inner, 3, boundary="strict"),
+]
 
 
 @pytest.mark.parametrize("wrap", WITHIN)
@@ -233,7 +313,10 @@ def test_a_reward_fn_may_sample_the_buffer_and_update_priorities(wrap):
         return torch.zeros(len(batch))
 
     sampler = wrap(HindsightSampler(ProportionalSampler(40), sampling))
-    rb, depth = ReplayBuffer(storage=PackedStorage(40), sampler=sampler, batch_size=12), [0]
+    rb, depth = (
+        ReplayBuffer(storage=PackedStorage(40), sampler=sampler, batch_size=12),
+        [0],
+    )
     rb.extend(numbered_rows(40))
     for _ in range(20):
         depth[0] = 1
@@ -242,21 +325,29 @@ def test_a_reward_fn_may_sample_the_buffer_and_update_priorities(wrap):
         if "mask" in batch.keys():
             assert torch.equal(batch["anchor_index"][::3], batch["x"][::3])
             ends = torch.arange(12) % 3 == 2
-            assert torch.equal(batch["next", "done"][:, 0], ends | (batch["x"] % 7 == 6))
+            assert torch.equal(
+                batch["next", "done"][:, 0], ends | (batch["x"] % 7 == 6)
+            )
     assert "; not" not in rb.compiled
 
 
 def test_random_goals_are_written_rows_if_relabelling_begins_later():
     sampler = HindsightSampler(
-        UniformSampler(), lambda batch: batch["next", "reward"], her_ratio=0.0, strategy="random"
+        UniformSampler(),
+        lambda batch: batch["next", "reward"],
+        her_ratio=0.0,
+        strategy="random",
     )
-    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2, lanes=2), sampler=sampler, batch_size=32)
+    rb = ReplayBuffer(
+        storage=PackedStorage(40, ndim=2, lanes=2), sampler=sampler, batch_size=32
+    )
     rb.extend(numbered_rows(2, first=1).expand(2, 2).clone())
     for _ in range(2):
         rb.sample()
     rb.lane(1).extend(numbered_rows(15, first=3))
     sampler.her_ratio = 1.0
-    assert (rb.sample()["desired_goal"] > 0).all()  # cells that have not been written hold 0
+    # cells that have not been written hold 0
+    assert (rb.sample()["desired_goal"] > 0).all()
 
 
 def test_all_steps_of_a_batch_follow_one_her_ratio():
@@ -264,7 +355,9 @@ def test_all_steps_of_a_batch_follow_one_her_ratio():
         sampler.sampler.her_ratio = 0.0  # as another thread may do at any time
         return torch.ones(len(batch))
 
-    sampler: Any = NStepSampler(HindsightSampler(UniformSampler(), once, her_ratio=1.0), 2, 1.0)
+    sampler: Any = NStepSampler(
+        HindsightSampler(UniformSampler(), once, her_ratio=1.0), 2, 1.0
+    )
     rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
     rb.extend(numbered_rows(20))
     for _ in range(3):  # the torch form, then the compiled form
@@ -274,17 +367,22 @@ def test_all_steps_of_a_batch_follow_one_her_ratio():
 
 
 def test_random_goals_are_equal_in_both_forms_after_one_lane_was_rewritten():
-    """Both lanes are full then, but with unlike serials: the number of a row is its cell all the same."""
+    """Both lanes are full then, but with unlike serials: the number of a row is its
+    cell all the same."""
     batches = []
     for is_compiled in (True, False):
         sampler = HindsightSampler(UniformSampler(), reward_fn, strategy="random")
         if not is_compiled:
             setattr(sampler, "draw_batch", sampler.draw_batch)  # noqa: B010  # as a subclass that overrides it
-        rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), sampler=sampler, batch_size=64)
+        rb = ReplayBuffer(
+            storage=PackedStorage(8, ndim=2), sampler=sampler, batch_size=64
+        )
         rb.set_rng(torch.Generator().manual_seed(0))
         goal = torch.arange(8.0).view(2, 4, 1)
         outcome = {"achieved_goal": goal, "reward": goal, "done": goal < 0}
-        data = TensorDict({"desired_goal": -goal, "action": goal[..., 0], "next": outcome}, [2, 4])
+        data = TensorDict(
+            {"desired_goal": -goal, "action": goal[..., 0], "next": outcome}, [2, 4]
+        )
         rb.extend(data)
         rb.extend(data[0], lanes=0)
         batches.append(rb.sample())

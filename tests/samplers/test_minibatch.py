@@ -18,8 +18,19 @@ from rlbuf_td.samplers import MinibatchSampler
 from tests.statistics import assert_follows
 
 
-def buffer(rows: int, sampler: MinibatchSampler, batch_size: int, kind=ReplayBuffer, storage=PackedStorage):
-    rb = kind(storage=storage(max(rows, 1)), sampler=sampler, batch_size=batch_size, generator=torch.Generator())
+def buffer(
+    rows: int,
+    sampler: MinibatchSampler,
+    batch_size: int,
+    kind=ReplayBuffer,
+    storage=PackedStorage,
+):
+    rb = kind(
+        storage=storage(max(rows, 1)),
+        sampler=sampler,
+        batch_size=batch_size,
+        generator=torch.Generator(),
+    )
     rb.extend(TensorDict({"x": torch.arange(rows)}, [rows]))
     return rb
 
@@ -34,7 +45,10 @@ def buffer(rows: int, sampler: MinibatchSampler, batch_size: int, kind=ReplayBuf
 def test_every_row_exactly_once_an_epoch(rows, size, epochs, shuffle, drop_last):
     if drop_last and rows < size:
         return
-    for kind, storage in ((ReplayBuffer, PackedStorage), (TensorDictReplayBuffer, LazyTensorStorage)):
+    for kind, storage in (
+        (ReplayBuffer, PackedStorage),
+        (TensorDictReplayBuffer, LazyTensorStorage),
+    ):
         sampler = MinibatchSampler(epochs, shuffle=shuffle, drop_last=drop_last)
         rb = buffer(rows, sampler, size, kind, storage)
         for _ in range(2):  # again: the same loop runs all epochs once more
@@ -44,7 +58,9 @@ def test_every_row_exactly_once_an_epoch(rows, size, epochs, shuffle, drop_last)
             assert len(batches) == epochs * per_epoch
             for epoch in range(epochs):
                 part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-                assert [len(x) for x in part] == [size] * full + [rest] * (rest > 0 and not drop_last)
+                assert [len(x) for x in part] == [size] * full + [rest] * (
+                    rest > 0 and not drop_last
+                )
                 drawn = [x for batch in part for x in batch]
                 assert len(set(drawn)) == len(drawn)
                 if not drop_last:
@@ -66,7 +82,10 @@ def test_each_epoch_has_an_order_of_its_own_and_the_generator_decides_it():
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_equal_seeds_give_torchrls_rows_and_later_random_numbers(drop_last):
     seen = []
-    for sampler in (MinibatchSampler(drop_last=drop_last), SamplerWithoutReplacement(drop_last=drop_last)):
+    for sampler in (
+        MinibatchSampler(drop_last=drop_last),
+        SamplerWithoutReplacement(drop_last=drop_last),
+    ):
         rb = ReplayBuffer(storage=PackedStorage(12), sampler=sampler, batch_size=5)
         torch.manual_seed(3)
         found = []
@@ -109,11 +128,23 @@ def test_the_epoch_and_the_position_can_be_watched():
     for _ in range(6):
         rb.sample()
         seen.append((rb.sampler.epoch, rb.sampler.position, rb.sampler.ran_out))
-    assert seen == [(0, 2, False), (0, 4, False), (1, 0, False), (1, 2, False), (1, 4, False), (0, 0, True)]
-    assert repr(rb.sampler) == "MinibatchSampler(epochs=2, shuffle=True, drop_last=False, epoch=0)"
+    assert seen == [
+        (0, 2, False),
+        (0, 4, False),
+        (1, 0, False),
+        (1, 2, False),
+        (1, 4, False),
+        (0, 0, True),
+    ]
+    assert (
+        repr(rb.sampler)
+        == "MinibatchSampler(epochs=2, shuffle=True, drop_last=False, epoch=0)"
+    )
 
 
-@pytest.mark.parametrize(("buffer", "drop_last"), [(ReplayBuffer, False), (TensorDictReplayBuffer, True)])
+@pytest.mark.parametrize(
+    ("buffer", "drop_last"), [(ReplayBuffer, False), (TensorDictReplayBuffer, True)]
+)
 def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_last):
     rb = buffer(
         storage=PackedStorage(10),

@@ -1,4 +1,5 @@
-"""n-step transitions: sums in float64, where they stop, and that TorchRL's losses take them as they are."""
+"""n-step transitions: sums in float64, where they stop, and that TorchRL's losses take
+them as they are."""
 
 from __future__ import annotations
 
@@ -14,16 +15,30 @@ from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictReplayBuff
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, ValueEstimators
 
-from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    UniformSampler,
+)
 from tests.backends import forced
 from tests.catalogue import numbered_rows
 
 
-def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
+def chain(
+    n: int,
+    dtype: torch.dtype = torch.float32,
+    dims: tuple[int, ...] = (1,),
+    **flags: Any,
+) -> TensorDict:
     """Return ``n`` rows of random rewards; ``("next", "x")`` counts up."""
     generator = torch.Generator().manual_seed(n)
     data = TensorDict({"x": torch.arange(n), "next": {"x": torch.arange(n) + 1}}, [n])
-    data["next", "reward"] = torch.randn(n, *dims, generator=generator, dtype=torch.float64).to(dtype)
+    data["next", "reward"] = torch.randn(
+        n, *dims, generator=generator, dtype=torch.float64
+    ).to(dtype)
     for name, places in (flags or {"done": []}).items():
         flag = torch.zeros(n, 1, dtype=torch.bool)
         flag[places] = True
@@ -32,7 +47,12 @@ def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1
 
 
 def buffer(
-    sampler: Any, data: TensorDictBase | None, *, size: int = 50, cls: Any = ReplayBuffer, storage: Any = PackedStorage
+    sampler: Any,
+    data: TensorDictBase | None,
+    *,
+    size: int = 50,
+    cls: Any = ReplayBuffer,
+    storage: Any = PackedStorage,
 ):
     rb = cls(storage=storage(size), sampler=sampler)
     if data is not None:
@@ -49,7 +69,9 @@ def by_row(rb: Any) -> TensorDictBase:
 
 
 @pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize(("dtype", "dims"), [*zip(DTYPES, [(), (1,), (3,), (2, 2)], strict=True)])
+@pytest.mark.parametrize(
+    ("dtype", "dims"), [*zip(DTYPES, [(), (1,), (3,), (2, 2)], strict=True)]
+)
 def test_rewards_of_every_kind_are_added_up_in_float64(dtype, dims):
     n, gamma, done = 7, 0.97, [11, 12, 30]
     data = chain(40, dtype, dims, done=done)
@@ -57,7 +79,10 @@ def test_rewards_of_every_kind_are_added_up_in_float64(dtype, dims):
     reward = data["next", "reward"].double()
     for row in range(40):
         last = min(row + n - 1, 39, *[end for end in done if end >= row])
-        total = sum((gamma**k * reward[row + k] for k in range(last - row + 1)), torch.zeros(dims, dtype=torch.float64))
+        total = sum(
+            (gamma**k * reward[row + k] for k in range(last - row + 1)),
+            torch.zeros(dims, dtype=torch.float64),
+        )
         found, eps = batch["next", "reward"][row].double(), torch.finfo(dtype).eps
         torch.testing.assert_close(found, total, rtol=2 * eps, atol=1e-15 + eps**2)
         assert int(batch["next", "x"][row]) == last + 1
@@ -91,7 +116,13 @@ def goal_chain(n: int, **flags: Any) -> TensorDict:
 
 
 @pytest.mark.parametrize(
-    "flags", [("done",), ("done", "terminated", "truncated"), ("terminated", "truncated"), ("terminated",)]
+    "flags",
+    [
+        ("done",),
+        ("done", "terminated", "truncated"),
+        ("terminated", "truncated"),
+        ("terminated",),
+    ],
 )
 def test_a_sum_stops_where_the_new_goal_is_reached(flags):
     """Whichever flags are stored; without ``terminated_fn`` it goes on."""
@@ -107,46 +138,67 @@ def test_a_sum_stops_where_the_new_goal_is_reached(flags):
     )
     batch = buffer(NStepSampler(sampler, 5, 1.0), data).sample(300)
     keys = "x", "goal", "steps_to_next_obs", ("next", "reward"), ("next", "x")
-    for x, goal, taken, reward, following in zip(*(batch[key].flatten().tolist() for key in keys), strict=True):
+    for x, goal, taken, reward, following in zip(
+        *(batch[key].flatten().tolist() for key in keys), strict=True
+    ):
         steps = min(5, 12 - x, goal - x if ends else 99)
         assert taken == steps
         assert following == x + steps
         assert reward == steps + (x < goal <= x + steps)
     if ends:
-        assert torch.equal(batch["next", "terminated"].flatten(), batch["next", "x"] == batch["goal"])
+        assert torch.equal(
+            batch["next", "terminated"].flatten(), batch["next", "x"] == batch["goal"]
+        )
 
 
 def test_torchrls_loss_bootstraps_with_the_right_discount():
     n, gamma = 3, 0.9
     data = chain(30, done=[9, 19], terminated=[9], truncated=[19])
     data["observation"] = torch.randn(30, 4)
-    data["next", "observation"] = torch.cat([data["observation"][1:], torch.randn(1, 4)])
+    data["next", "observation"] = torch.cat(
+        [data["observation"][1:], torch.randn(1, 4)]
+    )
     data["action"] = torch.randint(2, (30,))
     rb = buffer(NStepSampler(UniformSampler(unique=True), n, gamma), data)
     batch = by_row(rb)
     net = torch.nn.Linear(4, 2)
     actor = QValueActor(
-        TensorDictModule(net, ["observation"], ["action_value"]), spec=Categorical(2), action_space="categorical"
+        TensorDictModule(net, ["observation"], ["action_value"]),
+        spec=Categorical(2),
+        action_space="categorical",
     )
-    loss = DQNLoss(actor, action_space="categorical", loss_function="l2", delay_value=False)
+    loss = DQNLoss(
+        actor, action_space="categorical", loss_function="l2", delay_value=False
+    )
     loss.make_value_estimator(ValueEstimators.TD0, gamma=gamma)
     loss(batch)
     targets = []
     for row in range(30):
         last = min(row + n - 1, 29, *[end for end in (9, 19) if end >= row])
-        total = sum(gamma**k * float(data["next", "reward"][row + k]) for k in range(last - row + 1))
-        bootstrap = float(net(data["next", "observation"][last]).detach().max()) if last != 9 else 0.0
+        total = sum(
+            gamma**k * float(data["next", "reward"][row + k])
+            for k in range(last - row + 1)
+        )
+        bootstrap = (
+            float(net(data["next", "observation"][last]).detach().max())
+            if last != 9
+            else 0.0
+        )
         targets.append(total + gamma ** (last - row + 1) * bootstrap)
     value = net(data["observation"]).gather(1, data["action"][:, None]).squeeze(1)
     wanted = (torch.tensor(targets) - value).pow(2)
-    torch.testing.assert_close(batch["td_error"].flatten(), wanted.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        batch["td_error"].flatten(), wanted.detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_torchrls_prioritized_sampler_can_be_wrapped():
     inner = PrioritizedSampler(50, 0.7, 0.5)
     rb = buffer(NStepSampler(inner, 3, 1.0), chain(20), cls=TensorDictReplayBuffer)
     batch = rb.sample(16)
-    assert (batch["next", "x"] == batch["x"] + batch["steps_to_next_obs"].flatten()).all()
+    assert (
+        batch["next", "x"] == batch["x"] + batch["steps_to_next_obs"].flatten()
+    ).all()
     batch["td_error"] = torch.rand(16)
     rb.update_tensordict_priority(batch)
     assert rb.sample(16)["priority_weight"].shape == (16,)
@@ -154,7 +206,9 @@ def test_torchrls_prioritized_sampler_can_be_wrapped():
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("n_steps", [0, 2])
-def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_read(n_steps: int, backend: Any) -> None:
+def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_read(
+    n_steps: int, backend: Any
+) -> None:
     def reward(batch: TensorDictBase) -> torch.Tensor:
         count = rb.write_count
         rb.extend(numbered_rows(3, count))
@@ -167,5 +221,6 @@ def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_r
         rb.extend(numbered_rows(20))
         for _ in range(5):
             batch = rb.sample()
-            assert torch.equal(batch["sampled_at"], batch["x"])  # the serial of a row is its number
+            # the serial of a row is its number
+            assert torch.equal(batch["sampled_at"], batch["x"])
     assert ("not sample" in rb.compiled) == (backend == "torch")

@@ -1,4 +1,5 @@
-"""The prioritized samplers: their laws, weights, settings, and priorities from TorchRL's sampler.
+"""The prioritized samplers: their laws, weights, settings, and priorities from
+TorchRL's sampler.
 
 What writes, updates, loads and processes do to priorities is in ``test_lockstep.py``.
 """
@@ -15,14 +16,23 @@ from torch.nn.functional import huber_loss
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter, RingWriter
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    RingWriter,
+)
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
 both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 
 
-def buffer(rows: int, *, lanes: int = 0, cls: Any = ProportionalSampler, **settings: Any) -> ReplayBuffer:
+def buffer(
+    rows: int, *, lanes: int = 0, cls: Any = ProportionalSampler, **settings: Any
+) -> ReplayBuffer:
     rb = buffer_of(rows, cls(rows * max(lanes, 1), **settings), lanes, batch_size=64)
     shape = [lanes, rows] if lanes else [rows]
     rb.extend(TensorDict({"x": torch.zeros(shape)}, shape))
@@ -34,13 +44,18 @@ def law(magnitude: torch.Tensor, alpha: float, eps: float) -> torch.Tensor:
     return weight / weight.sum()
 
 
-@pytest.mark.parametrize(("alpha", "rows"), [(1.0, 2), (0.0, 100), (0.6, 100), (1.5, 100)])
+@pytest.mark.parametrize(
+    ("alpha", "rows"), [(1.0, 2), (0.0, 100), (0.6, 100), (1.5, 100)]
+)
 def test_independent_draws_follow_the_law(alpha, rows):
     rb = buffer(rows, alpha=alpha, stratified=False)
     td_error = torch.linspace(-2.0, 3.0, rows)
     rb.update_priority(torch.arange(rows), td_error)
     probability = law(td_error, alpha, rb.sampler.eps)
-    counts: Any = sum(torch.bincount(rb.sampler.draw(rb.storage, 4_000)[0], minlength=rows) for _ in range(100))
+    counts: Any = sum(
+        torch.bincount(rb.sampler.draw(rb.storage, 4_000)[0], minlength=rows)
+        for _ in range(100)
+    )
     assert alpha > 1 or power(probability.numpy(), 400_000, bias=0.02) > 0.95
     assert_follows(counts, probability)
     torch.testing.assert_close(rb.sampler.probability(torch.arange(rows)), probability)
@@ -55,16 +70,21 @@ def test_stratified_draws_follow_the_law_in_every_batch(batch):
     total, batches = torch.zeros(100), 2_000 + 50_000 // batch
     for _ in range(batches):
         counts = torch.bincount(rb.sampler.draw(rb.storage, batch)[0], minlength=100)
-        # a row that spans several segments is drawn in each that it fills, and at most twice besides
+        # a row that spans several segments is drawn in each that it fills, and at most
+        # twice besides
         assert ((counts - expected).abs() <= 2.0).all()
         total += counts
     assert_follows(total, expected / batch)
 
 
 @both
-@pytest.mark.parametrize(("writer", "lanes"), [(RingWriter, 0), (RingWriter, 3), (ReservoirWriter, 0)])
+@pytest.mark.parametrize(
+    ("writer", "lanes"), [(RingWriter, 0), (RingWriter, 3), (ReservoirWriter, 0)]
+)
 def test_new_rows_have_the_largest_td_error_that_was_seen(cls, writer, lanes, device):
-    rb = buffer_of(20, cls(20 * max(lanes, 1), alpha=0.5), lanes, batch_size=4, writer=writer())
+    rb = buffer_of(
+        20, cls(20 * max(lanes, 1), alpha=0.5), lanes, batch_size=4, writer=writer()
+    )
     shape = [lanes, 90] if lanes else [90]
     data = TensorDict({"x": torch.arange(90).expand(shape).clone()}, shape)
     rb.extend(data[..., :40])
@@ -82,7 +102,15 @@ def test_new_rows_have_the_largest_td_error_that_was_seen(cls, writer, lanes, de
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
 @pytest.mark.parametrize(("lanes", "stratified"), [(0, False), (2, True)])
 def test_importance_weights_are_those_of_the_formula(lanes, stratified, norm, cls):
-    rb = buffer(40, lanes=lanes, cls=cls, alpha=0.7, beta=0.5, weight_norm=norm, stratified=stratified)
+    rb = buffer(
+        40,
+        lanes=lanes,
+        cls=cls,
+        alpha=0.7,
+        beta=0.5,
+        weight_norm=norm,
+        stratified=stratified,
+    )
     rows = len(rb)
     td_error = torch.rand(rows, generator=torch.Generator().manual_seed(2))
     rb.sampler.update_priority(torch.arange(rows), td_error, storage=rb.storage)
@@ -91,7 +119,9 @@ def test_importance_weights_are_those_of_the_formula(lanes, stratified, norm, cl
     every = (rows * rb.sampler.probability(torch.arange(rows))) ** -0.5
     scale = {"buffer": every.max(), "batch": every[flat].max(), None: 1.0}[norm]
     assert info["priority_weight"].dtype is torch.float32
-    torch.testing.assert_close(info["priority_weight"].double(), every[flat] / scale, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        info["priority_weight"].double(), every[flat] / scale, rtol=1e-6, atol=0.0
+    )
 
 
 def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
@@ -107,7 +137,10 @@ def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
 
 def test_torchrls_schedulers_set_alpha_and_beta():
     rb = buffer(10, alpha=0.6, beta=0.4)
-    schedulers = [LinearScheduler(rb, "beta", 1.0, 10), LinearScheduler(rb, "alpha", 0.0, 10)]
+    schedulers = [
+        LinearScheduler(rb, "beta", 1.0, 10),
+        LinearScheduler(rb, "alpha", 0.0, 10),
+    ]
     for _ in range(10):
         for scheduler in schedulers:
             scheduler.step()
@@ -146,27 +179,48 @@ def test_a_shared_sampler_refuses_the_state_of_a_larger_one_and_goes_on(cls):
 
 @both
 def test_errors_of_any_dtype_and_rows_in_every_form_are_taken(cls):
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+    ):
         rb = buffer(5, lanes=3, cls=cls)
         assert not hasattr(rb.sampler, "_sum_tree")  # TorchRL's in C++
         time, lane = torch.tensor([0, 4, 2]), torch.tensor([2, 0, 1])
-        error = torch.tensor([5.0, -6.0, 7.0]).to(dtype).requires_grad_(dtype.is_floating_point)
+        error = (
+            torch.tensor([5.0, -6.0, 7.0])
+            .to(dtype)
+            .requires_grad_(dtype.is_floating_point)
+        )
         for index in ((time, lane), torch.stack([time, lane], -1), time * 3 + lane):
-            rb.sampler.update_priority(torch.arange(15), torch.ones(15), storage=rb.storage)
+            rb.sampler.update_priority(
+                torch.arange(15), torch.ones(15), storage=rb.storage
+            )
             rb.sampler.update_priority(index, error, storage=rb.storage)
-            assert rb.sampler.priority(index, storage=rb.storage).tolist() == [5.0, 6.0, 7.0]
+            assert rb.sampler.priority(index, storage=rb.storage).tolist() == [
+                5.0,
+                6.0,
+                7.0,
+            ]
             assert int((rb.sampler.priority(torch.arange(15)) > 4).sum()) == 3
 
 
 def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():
     storages = [PackedStorage(10, ndim=2) for _ in range(2)]
-    rb, other = (ReplayBuffer(storage=each, sampler=ProportionalSampler(10), batch_size=4) for each in storages)
+    rb, other = (
+        ReplayBuffer(storage=each, sampler=ProportionalSampler(10), batch_size=4)
+        for each in storages
+    )
     rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
     assert rb.storage.max_size == 12
     assert rb.sample()["x"].shape == (4,)
     rb.sampler.tree.check(rb.sampler.alpha, rb.sampler.eps)
     other.load_state_dict(rb.state_dict())
-    torch.testing.assert_close(other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12)))
+    torch.testing.assert_close(
+        other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12))
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,8 +232,16 @@ def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
     td_error = torch.tensor([0.0, 4.0, 0.5, 2.0], dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
     assert (ours.priority(torch.arange(9)) == -1).all()
-    assert (ours.alpha, ours.beta, ours.eps, ours.default_priority) == (alpha, 0.5, 1e-3, 1.0)
-    theirs.update_priority(torch.tensor([0, 1, 2, 2, 4]), td_error[[0, 1, 0, 2, 3]].to(dtype))  # of two, the last
+    assert (ours.alpha, ours.beta, ours.eps, ours.default_priority) == (
+        alpha,
+        0.5,
+        1e-3,
+        1.0,
+    )
+    # of two, the last
+    theirs.update_priority(
+        torch.tensor([0, 1, 2, 2, 4]), td_error[[0, 1, 0, 2, 3]].to(dtype)
+    )
     ours.load_state_dict(theirs.state_dict())
     rows = torch.tensor([0, 1, 2, 4])
     expected = td_error if alpha else torch.full((4,), 4.0, dtype=torch.float64)
@@ -187,16 +249,21 @@ def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
     assert (ours.priority([3, 5, 6, 7, 8]) == -1).all()
     assert ours.default_priority == pytest.approx(4.0)
     # Even where theirs is float64, our weights are float32.
-    torch.testing.assert_close(ours.probability(rows), law(td_error, alpha, 1e-3), rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(
+        ours.probability(rows), law(td_error, alpha, 1e-3), rtol=rtol, atol=1e-9
+    )
     if alpha:
         ours.tree.check(alpha, 1e-3)
 
 
 def test_loss_adjusted_priorities_have_the_expected_gradient_of_the_prioritized_approximation_loss():
-    """LAP (Fujimoto et al., 2020): for a value that is to meet noisy targets, exactly."""
+    """LAP (Fujimoto et al., 2020): for a value that is to meet noisy targets,
+    exactly."""
     rows, alpha = 40, 0.4
     rb = buffer(rows, alpha=alpha, beta=0.0, eps=0.0, min_priority=1.0)
-    error = torch.cat([torch.linspace(-4.0, 3.0, rows - 1).double().sinh() / 3, torch.zeros(1)])
+    error = torch.cat(
+        [torch.linspace(-4.0, 3.0, rows - 1).double().sinh() / 3, torch.zeros(1)]
+    )
     rb.update_priority(torch.arange(rows), error)
     probability = rb.sampler.probability(torch.arange(rows))
     weight = error.abs().clamp(min=1) ** alpha
@@ -204,12 +271,21 @@ def test_loss_adjusted_priorities_have_the_expected_gradient_of_the_prioritized_
     assert 5 < (error.abs() < 1).sum() < rows - 5
     for shift in (0.0, 0.7, -2.0):
         value = torch.tensor(shift, dtype=torch.float64, requires_grad=True)
-        delta = value - (shift - error)  # whose value is the error that the priority was set from
+        # whose value is the error that the priority was set from
+        delta = value - (shift - error)
         huber = huber_loss(delta, torch.zeros_like(delta), reduction="none")
-        pal = torch.where(delta.abs() <= 1, delta**2 / 2, delta.abs() ** (1 + alpha) / (1 + alpha)) / weight.mean()
-        by_lap = torch.autograd.grad((probability * huber).sum(), value, retain_graph=True)[0]
+        pal = (
+            torch.where(
+                delta.abs() <= 1, delta**2 / 2, delta.abs() ** (1 + alpha) / (1 + alpha)
+            )
+            / weight.mean()
+        )
+        by_lap = torch.autograd.grad(
+            (probability * huber).sum(), value, retain_graph=True
+        )[0]
         by_pal = torch.autograd.grad(pal.mean(), value)[0]
-        torch.testing.assert_close(by_lap, by_pal, rtol=1e-6, atol=1e-7)  # the probabilities of float32 weights
+        # the probabilities of float32 weights
+        torch.testing.assert_close(by_lap, by_pal, rtol=1e-6, atol=1e-7)
 
 
 # -- by rank
@@ -228,9 +304,12 @@ def law_of(alpha: float, n: int) -> np.ndarray:
 
 def test_golden_values_of_seven_rows_and_three_segments():
     sampler = ranked(torch.tensor([7.0, 6, 5, 4, 3, 2, 1]), alpha=0.5)
-    expected = torch.tensor([1, 1.707, 2.284, 2.784, 3.232, 3.640, 4.018], dtype=torch.float64)
+    expected = torch.tensor(
+        [1, 1.707, 2.284, 2.784, 3.232, 3.640, 4.018], dtype=torch.float64
+    )
     torch.testing.assert_close(sampler.cumulative(7), expected, rtol=0.0, atol=5e-4)
-    # A third of 4.018 is 1.339, in the mass of rank 2; two thirds are 2.679, in that of rank 4.
+    # A third of 4.018 is 1.339, in the mass of rank 2; two thirds are 2.679, in that of
+    # rank 4.
     assert sampler.segments(3).tolist() == [[1, 2], [2, 4], [4, 7]]
     assert sampler.segments(1).tolist() == [[1, 7]]
     # A segment that ends where a rank ends does not reach the next one.
@@ -249,7 +328,9 @@ def test_segments_follow_the_number_of_rows_and_cover_every_rank(alpha):
             gap = segments[1:, 0] - segments[:-1, 1]
             assert ((gap == 0) | (gap == 1)).all()
             total = law_of(alpha, rows).cumsum()
-            assert (total[segments[:, 1].numpy() - 1] >= (np.arange(k) + 1) / k - 1e-9).all()
+            assert (
+                total[segments[:, 1].numpy() - 1] >= (np.arange(k) + 1) / k - 1e-9
+            ).all()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 1.5])
@@ -259,8 +340,15 @@ def test_probability_is_the_power_of_the_rank(alpha, n):
     sampler = ranked(td_error, alpha=alpha)
     order = torch.sort(td_error.abs(), descending=True, stable=True).indices
     assert torch.equal(sampler.rank(order), torch.arange(1, n + 1))
-    torch.testing.assert_close(sampler.probability(order), torch.from_numpy(law_of(alpha, n)), rtol=1e-12, atol=0.0)
-    torch.testing.assert_close(sampler.priority(order), td_error.abs()[order].double(), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(
+        sampler.probability(order),
+        torch.from_numpy(law_of(alpha, n)),
+        rtol=1e-12,
+        atol=0.0,
+    )
+    torch.testing.assert_close(
+        sampler.priority(order), td_error.abs()[order].double(), rtol=0.0, atol=0.0
+    )
 
 
 def test_ties_are_ranked_by_row(device):
@@ -272,7 +360,13 @@ def test_rows_without_a_priority_have_rank_and_probability_zero():
     sampler = RankSampler(5)
     sampler.update_priority(torch.tensor([3, 1]), torch.tensor([1.0, 2.0]))
     assert sampler.rank(torch.arange(5)).tolist() == [0, 1, 0, 2, 0]
-    assert (sampler.probability(torch.arange(5)) > 0).tolist() == [False, True, False, True, False]
+    assert (sampler.probability(torch.arange(5)) > 0).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert sampler.priority(torch.arange(5)).tolist() == [-1.0, 2.0, -1.0, 1.0, -1.0]
 
 
@@ -286,11 +380,14 @@ def cells_of(alpha: float, n: int) -> np.ndarray:
 
 
 def expected_in_segments(alpha: float, n: int, k: int) -> np.ndarray:
-    """``[k, CELLS]``: the probability that the draw from segment ``j`` falls into a cell."""
+    """``[k, CELLS]``: the probability that the draw from segment ``j`` falls into a
+    cell."""
     edges = np.append(0.0, law_of(alpha, n).cumsum())
     expected = np.zeros((k, CELLS))
     for j in range(k):
-        np.add.at(expected[j], cells_of(alpha, n), np.diff(edges.clip(j / k, (j + 1) / k)) * k)
+        np.add.at(
+            expected[j], cells_of(alpha, n), np.diff(edges.clip(j / k, (j + 1) / k)) * k
+        )
     return expected
 
 
@@ -303,17 +400,22 @@ def test_draws_have_the_law(n, alpha, k):
     storage.set(torch.arange(n), TensorDict({"x": torch.arange(n)}, [n]))
     sampler = ranked(torch.randn(n), alpha=alpha, stratified=k is not None)
     rows = torch.stack([sampler.draw(storage, batch)[0] for _ in range(DRAWS // batch)])
-    ranks = sampler.rank(rows.flatten()).view(rows.shape).sort(1).values  # by segment, if each row is of another one
+    # by segment, if each row is of another one
+    ranks = sampler.rank(rows.flatten()).view(rows.shape).sort(1).values
     cells = cells_of(alpha, n)[ranks.numpy() - 1]
     columns = cells.T if k else [cells.flatten()]
-    observed = np.concatenate([np.bincount(column, minlength=CELLS) for column in columns])
+    observed = np.concatenate(
+        [np.bincount(column, minlength=CELLS) for column in columns]
+    )
     expected = expected_in_segments(alpha, n, k or 1).flatten() / len(columns)
     assert n < 1_000 or power(expected[expected > 0], DRAWS, bias=0.02) > 0.99
     assert_follows(observed, expected)
 
 
 def test_coordinates_need_a_storage_also_after_an_update_with_one() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), sampler=ProportionalSampler(8), batch_size=4)
+    rb = ReplayBuffer(
+        storage=PackedStorage(8, ndim=2), sampler=ProportionalSampler(8), batch_size=4
+    )
     index = rb.extend(TensorDict({"x": torch.zeros(2, 4)}, [2, 4]))[:2]
     for _ in range(2):
         rb.update_priority(index, torch.ones(2))

@@ -1,6 +1,8 @@
-"""Sequences: the law of strict windows, batches [B, L], chunks of an epoch, and TorchRL's recurrent modules.
+"""Sequences: the law of strict windows, batches [B, L], chunks of an epoch, and
+TorchRL's recurrent modules.
 
-What windows hold, and whose priorities their errors set, is in ``test_composition.py`` and ``test_lockstep.py``.
+What windows hold, and whose priorities their errors set, is in ``test_composition.py``
+and ``test_lockstep.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from tests.test_composition import BUFFERS, wrapped
 # -- strict windows
 
 
-def world(sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, **options: Any) -> World:
+def world(
+    sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, **options: Any
+) -> World:
     return World.of(sampler, steps, 2, 1.7, buffer=cls, **options)
 
 
@@ -56,12 +60,23 @@ def of_lanes(world: World, row: Row) -> tuple[int, int]:
 @pytest.mark.usefixtures("boundaries")
 @pytest.mark.parametrize("reach", [of_episodes, of_lanes])
 @pytest.mark.parametrize(
-    "make", [UniformSampler, partial(ProportionalSampler, 120, 1.0), partial(RankSampler, 120, 1.0, stratified=False)]
+    "make",
+    [
+        UniformSampler,
+        partial(ProportionalSampler, 120, 1.0),
+        partial(RankSampler, 120, 1.0, stratified=False),
+    ],
 )
 def test_strict_windows_are_whole_and_their_anchors_follow_the_law(make, reach):
     length, burn_in, inner = 4, 2, make()
-    given: dict[str, Any] = {"burn_in": burn_in, "boundary": "strict", "across_episodes": reach is of_lanes}
-    made = world(SequenceSampler(inner, length, **given), steps=60, often=(0.04, 0.03, 0.02))
+    given: dict[str, Any] = {
+        "burn_in": burn_in,
+        "boundary": "strict",
+        "across_episodes": reach is of_lanes,
+    }
+    made = world(
+        SequenceSampler(inner, length, **given), steps=60, often=(0.04, 0.03, 0.02)
+    )
     rows = len(made.rb.storage)
     law = np.ones(rows)
     if make is not UniformSampler:
@@ -74,7 +89,9 @@ def test_strict_windows_are_whole_and_their_anchors_follow_the_law(make, reach):
         batch = made.rb.sample(2_000 * 6)
         assert batch["mask"].all()
         anchors = batch["anchor_index"].view(2_000, 6, 2)[:, 0] @ torch.tensor([2, 1])
-        assert torch.equal(batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([2, 1]), anchors)
+        assert torch.equal(
+            batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([2, 1]), anchors
+        )
         np.add.at(counts, anchors.numpy(), 1)
     around = np.array([reach(made, row) for row in made.model.rows()])
     law = np.where((around[:, 0] >= burn_in) & (around[:, 1] >= length - 1), law, 0)
@@ -84,11 +101,23 @@ def test_strict_windows_are_whole_and_their_anchors_follow_the_law(make, reach):
 
 @pytest.mark.parametrize("norm", ["buffer", "batch"])
 @pytest.mark.parametrize(
-    ("cls", "kind"), [(ReplayBuffer, ProportionalSampler), (ReplayBuffer, RankSampler), (TensorDictReplayBuffer,) * 2]
+    ("cls", "kind"),
+    [
+        (ReplayBuffer, ProportionalSampler),
+        (ReplayBuffer, RankSampler),
+        (TensorDictReplayBuffer,) * 2,
+    ],
 )
 def test_strict_windows_carry_the_weights_of_their_own_anchors(cls, kind, norm):
-    inner = (ProportionalSampler if kind is cls else kind)(120, 0.8, 0.5, weight_norm=norm)
-    made = world(SequenceSampler(inner, 3, burn_in=1, boundary="strict"), cls, steps=60, often=(0.05, 0.0, 0.0))
+    inner = (ProportionalSampler if kind is cls else kind)(
+        120, 0.8, 0.5, weight_norm=norm
+    )
+    made = world(
+        SequenceSampler(inner, 3, burn_in=1, boundary="strict"),
+        cls,
+        steps=60,
+        often=(0.05, 0.0, 0.0),
+    )
     rows = torch.arange(len(made.rb.storage))
     inner.update_priority(rows, 0.1 + rows / 50, storage=made.rb.storage)
     for _ in range(3):
@@ -96,11 +125,17 @@ def test_strict_windows_carry_the_weights_of_their_own_anchors(cls, kind, norm):
     flat = batch["anchor_index"] @ torch.tensor([2, 1])
     probability = inner.probability(rows)
     least = (probability if norm == "buffer" else probability[flat]).min()
-    torch.testing.assert_close(batch["priority_weight"], (probability[flat] / least).pow(-0.5).float())
+    torch.testing.assert_close(
+        batch["priority_weight"], (probability[flat] / least).pow(-0.5).float()
+    )
 
 
 def test_strict_windows_at_the_end_of_an_epoch_are_whole():
-    made = world(SequenceSampler(MinibatchSampler(), 3, boundary="strict"), steps=25, often=(0.2, 0.0, 0.0))
+    made = world(
+        SequenceSampler(MinibatchSampler(), 3, boundary="strict"),
+        steps=25,
+        often=(0.2, 0.0, 0.0),
+    )
     batches = [made.rb.sample(3 * 7) for _ in range(20)]
     assert all(len(batch) % 3 == 0 and batch["mask"].all() for batch in batches)
 
@@ -108,18 +143,33 @@ def test_strict_windows_at_the_end_of_an_epoch_are_whole():
 # -- recurrent networks
 
 
-@pytest.mark.parametrize(("module", "cls"), [(LSTMModule, ReplayBuffer), (GRUModule, TensorDictReplayBuffer)])
+@pytest.mark.parametrize(
+    ("module", "cls"), [(LSTMModule, ReplayBuffer), (GRUModule, TensorDictReplayBuffer)]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_torchrls_recurrent_modules_take_each_real_window_for_itself(module, cls):
-    """The flat batch in recurrent mode gives what stepping through each window from its stored state gives."""
+    """The flat batch in recurrent mode gives what stepping through each window from its
+    stored state gives."""
     lstm = module is LSTMModule
     states = ["hx", "cx"] if lstm else ["hx"]
     torch.manual_seed(0)
     out_keys = ["out", *(("next", state) for state in states)]
-    net = module(input_size=2, hidden_size=4, in_keys=["observation", *states], out_keys=out_keys)
-    rb = cls(storage=PackedStorage(30), sampler=SequenceSampler(UniformSampler(), 3, burn_in=2))
+    net = module(
+        input_size=2, hidden_size=4, in_keys=["observation", *states], out_keys=out_keys
+    )
+    rb = cls(
+        storage=PackedStorage(30),
+        sampler=SequenceSampler(UniformSampler(), 3, burn_in=2),
+    )
     done = (torch.arange(30) % 7 == 6).unsqueeze(-1)
-    data = TensorDict({"observation": torch.randn(30, 2), "is_init": done.roll(1, 0), "next": {"done": done}}, [30])
+    data = TensorDict(
+        {
+            "observation": torch.randn(30, 2),
+            "is_init": done.roll(1, 0),
+            "next": {"done": done},
+        },
+        [30],
+    )
     for state in states:
         data[state] = torch.randn(30, 1, 4)
     rb.extend(data)
@@ -132,13 +182,20 @@ def test_torchrls_recurrent_modules_take_each_real_window_for_itself(module, cls
         hidden = [rows[state][start].unsqueeze(1) for state in states]
         for j in range(start, start + count):
             with torch.no_grad():
-                here, following = cell(rows["observation"][j].view(1, 1, 2), tuple(hidden) if lstm else hidden[0])
+                here, following = cell(
+                    rows["observation"][j].view(1, 1, 2),
+                    tuple(hidden) if lstm else hidden[0],
+                )
             hidden = list(following) if lstm else [following]
             torch.testing.assert_close(out[j], here.flatten())
 
 
 def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding():
-    rb = ReplayBuffer(storage=PackedStorage(12), sampler=SequenceSampler(UniformSampler(unique=True), 3), batch_size=18)
+    rb = ReplayBuffer(
+        storage=PackedStorage(12),
+        sampler=SequenceSampler(UniformSampler(unique=True), 3),
+        batch_size=18,
+    )
     done = torch.arange(12).view(-1, 1) % 5 == 4
     rb.extend(TensorDict({"x": torch.arange(12), "next": {"done": done}}, [12]))
     batch = rb.sample()
@@ -148,7 +205,9 @@ def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding
 
 
 def test_windows_across_episodes_get_is_init_if_the_rows_have_none():
-    sampler = SequenceSampler(UniformSampler(), 4, across_episodes=True, output_layout="batch_time")
+    sampler = SequenceSampler(
+        UniformSampler(), 4, across_episodes=True, output_layout="batch_time"
+    )
     rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=80)
     x = torch.arange(20)
     rb.extend(TensorDict({"x": x, "next": {"done": x % 7 == 6}}, [20]))
@@ -168,25 +227,45 @@ FLAGS = ("next", "done"), ("next", "truncated")
 def steps(lanes: int) -> TensorDict:
     t = torch.arange(STEPS).expand(*[lanes] * (lanes > 1), STEPS)
     done = (t % 7 == 6)[..., None]
-    after = {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
-    data = {"t": t.clone(), "x": torch.rand(*t.shape, 3), "is_init": (t % 7 == 0)[..., None], "next": after}
+    after = {
+        "done": done,
+        "terminated": done.clone(),
+        "truncated": torch.zeros_like(done),
+    }
+    data = {
+        "t": t.clone(),
+        "x": torch.rand(*t.shape, 3),
+        "is_init": (t % 7 == 0)[..., None],
+        "next": after,
+    }
     return TensorDict(data, t.shape)
 
 
 def of_steps(cls: Any, lanes: int, sampler: Any = None, **layout: Any) -> Any:
     torch.manual_seed(0)
     sequences = SequenceSampler(sampler or UniformSampler(), 3, burn_in=1, **layout)
-    rb = cls(storage=PackedStorage(STEPS * lanes, ndim=1 + (lanes > 1)), sampler=sequences, batch_size=24)
+    rb = cls(
+        storage=PackedStorage(STEPS * lanes, ndim=1 + (lanes > 1)),
+        sampler=sequences,
+        batch_size=24,
+    )
     rb.extend(steps(lanes))
     return rb
 
 
 @pytest.mark.parametrize(
     ("cls", "lanes", "boundary"),
-    [(ReplayBuffer, 1, "pad"), (ReplayBuffer, 2, "strict"), (TensorDictReplayBuffer, 1, "shift")],
+    [
+        (ReplayBuffer, 1, "pad"),
+        (ReplayBuffer, 2, "strict"),
+        (TensorDictReplayBuffer, 1, "shift"),
+    ],
 )
 def test_batches_have_the_windows_of_flat_batches(cls, lanes, boundary, device):
-    flat, other = (of_steps(cls, lanes, boundary=boundary, output_layout=name) for name in ("flat", "batch_time"))
+    flat, other = (
+        of_steps(cls, lanes, boundary=boundary, output_layout=name)
+        for name in ("flat", "batch_time")
+    )
     for _ in range(3):
         torch.manual_seed(5)
         one, flat_info = flat.sample(return_info=True)
@@ -198,12 +277,22 @@ def test_batches_have_the_windows_of_flat_batches(cls, lanes, boundary, device):
         for key in names - {*FLAGS}:
             assert torch.equal(batch[key].reshape(one[key].shape), one[key]), key
         for key in FLAGS:
-            at = tuple(batch["index"].unbind(-1)) if lanes > 1 else batch["index"].reshape(6, 4)
+            at = (
+                tuple(batch["index"].unbind(-1))
+                if lanes > 1
+                else batch["index"].reshape(6, 4)
+            )
             assert torch.equal(batch[key], other.storage[key][at])
         end, mask = batch["collector", "slice_end"][..., 0], batch["mask"]
-        assert torch.equal(end, mask & ~torch.cat([mask[:, 1:], torch.zeros(6, 1, dtype=torch.bool)], 1))
+        assert torch.equal(
+            end,
+            mask & ~torch.cat([mask[:, 1:], torch.zeros(6, 1, dtype=torch.bool)], 1),
+        )
         assert torch.equal(info["mask"], mask)
-        first, flat_first = (found["index"][0] if lanes > 1 else found["index"] for found in (info, flat_info))
+        first, flat_first = (
+            found["index"][0] if lanes > 1 else found["index"]
+            for found in (info, flat_info)
+        )
         assert torch.equal(first.reshape(-1), flat_first.reshape(-1))
         assert batch.names == [None, "time"] or cls is TensorDictReplayBuffer
 
@@ -219,13 +308,25 @@ ERRORS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"priority": "mix", "eta": 0.3}, {"boundary": "shift"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"priority": "mix", "eta": 0.3}, {"boundary": "shift"}], ids=str
+)
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_priorities_are_those_of_the_torch_form_for_errors_of_any_kind(lanes, options):
     found = []
-    for backend, layout in (("torch", "flat"), ("numba", "flat"), ("numba", "batch_time")):
+    for backend, layout in (
+        ("torch", "flat"),
+        ("numba", "flat"),
+        ("numba", "batch_time"),
+    ):
         with forced(cast("Any", backend)):
-            rb = of_steps(ReplayBuffer, lanes, ProportionalSampler(STEPS * lanes), output_layout=layout, **options)
+            rb = of_steps(
+                ReplayBuffer,
+                lanes,
+                ProportionalSampler(STEPS * lanes),
+                output_layout=layout,
+                **options,
+            )
             for turn, kind in enumerate(ERRORS * 3):
                 torch.manual_seed(turn)
                 batch = rb.sample()
@@ -234,7 +335,12 @@ def test_priorities_are_those_of_the_torch_form_for_errors_of_any_kind(lanes, op
                     batch = batch.exclude("sampled_at")
                 rb.extend(steps(lanes)[..., : 1 + turn % 5])
                 rb.update_tensordict_priority(batch)
-            found.append((rb.sampler.priority(torch.arange(STEPS * lanes)), rb.health()["stale_updates"]))
+            found.append(
+                (
+                    rb.sampler.priority(torch.arange(STEPS * lanes)),
+                    rb.health()["stale_updates"],
+                )
+            )
     (expected, stale), *others = found
     for priority, count in others:
         assert torch.equal(priority, expected)
@@ -243,12 +349,20 @@ def test_priorities_are_those_of_the_torch_form_for_errors_of_any_kind(lanes, op
 
 
 def test_states_are_written_back_from_windows():
-    rb = of_steps(ReplayBuffer, 1, output_layout="batch_time", time_dim_name=None, slice_end_key="last")
+    rb = of_steps(
+        ReplayBuffer,
+        1,
+        output_layout="batch_time",
+        time_dim_name=None,
+        slice_end_key="last",
+    )
     batch = rb.sample()
     stamps = rb.storage.stamps(batch["index"].flatten(0, 1)).view(batch.batch_size)
     batch["x"] += 10
     assert 0 < rb.write_back(batch, ["x"], sampled_at=stamps) <= 24
-    assert int((rb.storage["x"] >= 10).all(1).sum()) == len(batch["index"][batch["mask"]].unique())
+    assert int((rb.storage["x"] >= 10).all(1).sum()) == len(
+        batch["index"][batch["mask"]].unique()
+    )
     assert (batch["last"].shape, batch.names) == ((6, 4, 1), [None, None])
     assert rb.stats()["samples_returned"] == 24
 
@@ -257,7 +371,10 @@ def test_states_are_written_back_from_windows():
 def test_rows_of_any_kind_are_folded_as_torch_reshapes_them(schema: Any) -> None:
     rows = transitions(schema, 12)
     for count in (12, 0):
-        found, wanted = folded(rows[:count], 3, "time"), rows[:count].reshape(count // 3, 3, *schema.element)
+        found, wanted = (
+            folded(rows[:count], 3, "time"),
+            rows[:count].reshape(count // 3, 3, *schema.element),
+        )
         assert_same(found, wanted)
         assert found.names == [None, "time", *[None] * len(schema.element)]
 
@@ -271,16 +388,25 @@ class Divided(SequenceSampler):
 
 def chunks(recipe: Recipe, stride: int, **epochs: Any) -> SequenceSampler:
     inner = wrapped(MinibatchSampler(**epochs), replace(recipe, sequence=False))
-    return Divided(inner, recipe.length, burn_in=recipe.burn_in, stride=stride, across_episodes=recipe.across)
+    return Divided(
+        inner,
+        recipe.length,
+        burn_in=recipe.burn_in,
+        stride=stride,
+        across_episodes=recipe.across,
+    )
 
 
 def anchors_of(world: World, stride: int, across: bool) -> list[Row]:
-    """Return, from the definition, each ``stride``-th row of each trajectory, or of each lane."""
+    """Return, from the definition, each ``stride``-th row of each trajectory, or of
+    each lane."""
     reach = of_lanes if across else of_episodes
     return [row for row in world.model.rows() if reach(world, row)[0] % stride == 0]
 
 
-def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last: bool, shuffle: bool) -> None:
+def check_epoch(
+    world: World, recipe: Recipe, stride: int, size: int, drop_last: bool, shuffle: bool
+) -> None:
     wanted, drawn = anchors_of(world, stride, recipe.across), cast("list[Row]", [])
     learned: Counter[Row] = Counter()
     full, rest = divmod(len(wanted), size)
@@ -288,7 +414,9 @@ def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last:
         anchors = world.check_batch(batch, recipe)
         assert len(anchors) == (size if number < full else rest)
         drawn += anchors
-        learned.update(world.rows_at(batch[batch["mask"] & ~batch["burn_in_mask"]]["index"]))
+        learned.update(
+            world.rows_at(batch[batch["mask"] & ~batch["burn_in_mask"]]["index"])
+        )
     assert len(drawn) == (full * size if drop_last else len(wanted))
     assert len({*drawn}) == len(drawn)
     assert {*drawn} <= {*wanted}
@@ -300,7 +428,9 @@ def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last:
 
 @given(
     buffer=st.sampled_from(["ours", *BUFFERS]),
-    often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]),
+    often=st.sampled_from(
+        [(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]
+    ),
     steps=st.integers(1, 12),
     lanes=st.sampled_from([1, 2, 3]),
     writes=st.lists(st.integers(2, 30), min_size=1, max_size=4),
@@ -315,21 +445,49 @@ def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last:
     seed=st.integers(0, 999),
 )
 def test_an_epoch_has_every_window_once(
-    buffer, often, steps, lanes, writes, apart, length, less, burn_in, inner, size, drop_last, shuffle, seed
+    buffer,
+    often,
+    steps,
+    lanes,
+    writes,
+    apart,
+    length,
+    less,
+    burn_in,
+    inner,
+    size,
+    drop_last,
+    shuffle,
+    seed,
 ):
     within = {name: inner == name for name in ("n_step", "hindsight", "across")}
-    recipe, stride = Recipe(sequence=True, length=length, burn_in=burn_in, **within), max(1, length - less)
+    recipe, stride = (
+        Recipe(sequence=True, length=length, burn_in=burn_in, **within),
+        max(1, length - less),
+    )
     cls, storage, writer = BUFFERS[buffer]
     apart = apart and buffer == "ours" and lanes > 1
-    given: dict[str, Any] = {"ndim": 2 if lanes > 1 else 1} | ({"lanes": lanes} if apart else {})
+    given: dict[str, Any] = {"ndim": 2 if lanes > 1 else 1} | (
+        {"lanes": lanes} if apart else {}
+    )
     sampler = chunks(recipe, stride, shuffle=shuffle, drop_last=drop_last)
-    rb = cls(storage=storage(steps * lanes, **given), sampler=sampler, writer=writer(), batch_size=size * recipe.window)
+    rb = cls(
+        storage=storage(steps * lanes, **given),
+        sampler=sampler,
+        writer=writer(),
+        batch_size=size * recipe.window,
+    )
     world = World(rb, Model(steps, lanes if lanes > 1 else 0), seed, often)
     for count in writes:
-        world.append([world.rng.randrange(lanes) for _ in range(count)]) if apart else world.extend(count)
+        world.append(
+            [world.rng.randrange(lanes) for _ in range(count)]
+        ) if apart else world.extend(count)
         if drop_last and len(anchors_of(world, stride, recipe.across)) < size:
             assert not rb.can_sample(size * recipe.window)
-            with pytest.raises(ValueError, match=f"drop_last leaves no batch: .* are fewer than .* size {size}"):
+            with pytest.raises(
+                ValueError,
+                match=f"drop_last leaves no batch: .* are fewer than .* size {size}",
+            ):
                 rb.sample()
             continue
         assert rb.can_sample(size * recipe.window)
@@ -340,18 +498,24 @@ def test_an_epoch_has_every_window_once(
 @pytest.mark.usefixtures("boundaries")
 def test_large_rings_are_divided_alike_on_every_device():
     recipe = Recipe(sequence=True, length=7, burn_in=0)
-    world = World.of(chunks(recipe, 7), 150, 3, 2.3, batch_size=70, often=(0.03, 0.01, 0.01))
+    world = World.of(
+        chunks(recipe, 7), 150, 3, 2.3, batch_size=70, often=(0.03, 0.01, 0.01)
+    )
     check_epoch(world, recipe, 7, 10, False, True)
 
 
 def numbered(count: int, every: int = 4) -> TensorDict:
     x = torch.arange(2 * count).view(2, count)
-    return TensorDict({"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, count])
+    return TensorDict(
+        {"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, count]
+    )
 
 
 def of_chunks(**parts: Any) -> Any:
     sampler = SequenceSampler(MinibatchSampler(3), 3, stride=3)
-    rb = ReplayBuffer(storage=PackedStorage(20, ndim=2), sampler=sampler, batch_size=6, **parts)
+    rb = ReplayBuffer(
+        storage=PackedStorage(20, ndim=2), sampler=sampler, batch_size=6, **parts
+    )
     rb.extend(numbered(10))
     return rb
 
@@ -379,7 +543,9 @@ def test_writes_and_edits_of_done_flags_begin_new_epochs():
 
 def test_batches_drawn_ahead_are_the_same():
     options: list[dict[str, Any]] = [{"prefetch": 2, "device": "cpu"}, {}]
-    ahead, plain = (of_chunks(generator=torch.Generator(), **given) for given in options)
+    ahead, plain = (
+        of_chunks(generator=torch.Generator(), **given) for given in options
+    )
     for count in (0, 4):
         if count:
             ahead.extend(numbered(count)), plain.extend(numbered(count))

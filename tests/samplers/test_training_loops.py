@@ -1,4 +1,5 @@
-"""Training loops ask no device for a value (on the CPU, such operations are refused); inference mode is no matter."""
+"""Training loops ask no device for a value (on the CPU, such operations are refused);
+inference mode is no matter."""
 
 from __future__ import annotations
 
@@ -23,19 +24,31 @@ from tests.catalogue import SAMPLERS, reward_fn
 from tests.catalogue import numbered_rows as data
 
 #: Operations whose result the host needs, as a value or as a shape.
-_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
+_WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "is_nonzero",
+}
 _WAITS |= {"unique_consecutive", "bincount"}
 
 
 class RefuseWaiting(TorchDispatchMode):
-    """Raise a RuntimeError where an operation would wait for the device that its tensors are on.
+    """Raise a RuntimeError where an operation would wait for the device that its
+    tensors are on.
 
-    On the CPU, values and shapes that the host asks for are refused; ``numpy()``, ``tolist()`` and ``cpu()`` are no
-    operations there. The meta device refuses these itself; copies between it and the CPU are refused here, and indices
-    on the CPU, which an operation copies.
+    On the CPU, values and shapes that the host asks for are refused; ``numpy()``,
+    ``tolist()`` and ``cpu()`` are no operations there. The meta device refuses these
+    itself; copies between it and the CPU are refused here, and indices on the CPU,
+    which an operation copies.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if _waits(func, args, kwargs or {}):
             raise RuntimeError(f"{func.overloadpacket.__name__} waits for the device")
         return func(*args, **(kwargs or {}))
@@ -45,12 +58,22 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
     name = func.overloadpacket.__name__
     if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
         given = [index for index in args[1] if index is not None]
-        return any(index.dtype is torch.bool or index.device != args[0].device for index in given)
+        return any(
+            index.dtype is torch.bool or index.device != args[0].device
+            for index in given
+        )
     if name == "repeat_interleave":
         return func._overloadname == "Tensor" and kwargs.get("output_size") is None
-    if name in ("copy_", "_to_copy"):  # a copy between devices waits, unless it is asked not to
-        source, target = (args[1].device, args[0].device) if name == "copy_" else (args[0].device, kwargs.get("device"))
-        return target not in (None, source) and not (kwargs.get("non_blocking") or args[2:] == (True,))
+    # a copy between devices waits, unless it is asked not to
+    if name in ("copy_", "_to_copy"):
+        source, target = (
+            (args[1].device, args[0].device)
+            if name == "copy_"
+            else (args[0].device, kwargs.get("device"))
+        )
+        return target not in (None, source) and not (
+            kwargs.get("non_blocking") or args[2:] == (True,)
+        )
     return name in _WAITS
 
 
@@ -66,11 +89,17 @@ def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> No
 
 
 def goals_that_end(rows: int) -> HindsightSampler:
-    return HindsightSampler(ProportionalSampler(rows), reward_fn, terminated_fn=lambda batch: reward_fn(batch) == 0)
+    return HindsightSampler(
+        ProportionalSampler(rows),
+        reward_fn,
+        terminated_fn=lambda batch: reward_fn(batch) == 0,
+    )
 
 
 WAIT = "minibatch", "chunks", "strict", "steps of episodes"
-NEVER_WAIT = {name: made for name, made in SAMPLERS.items() if name not in WAIT} | {"goals that end": goals_that_end}
+NEVER_WAIT = {name: made for name, made in SAMPLERS.items() if name not in WAIT} | {
+    "goals that end": goals_that_end
+}
 
 
 @pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
@@ -84,15 +113,28 @@ def test_a_training_loop_never_waits(sampler):
     assert rb.full
 
 
-ON_META = [name for name in NEVER_WAIT if "n-step" not in name and name not in ("windows", "goals that end")]
+ON_META = [
+    name
+    for name in NEVER_WAIT
+    if "n-step" not in name and name not in ("windows", "goals that end")
+]
 
 
 @pytest.mark.parametrize("name", ON_META)
 def test_nothing_of_a_device_is_copied_to_the_host(name, monkeypatch):
-    """On the meta device there is nothing to read: whatever the host asks for is an error, ``numpy()`` included."""
-    monkeypatch.setattr("rlbuf_td.storages.layout.refuse", lambda *args: None)  # which refuses data on this device
-    rb = ReplayBuffer(storage=PackedStorage(60, device="meta"), sampler=NEVER_WAIT[name](60), batch_size=32)
-    td_error, rows = torch.rand(32, device="meta"), [data(35, 35 * k).to("meta") for k in range(4)]
+    """On the meta device there is nothing to read: whatever the host asks for is an
+    error, ``numpy()`` included."""
+    # which refuses data on this device
+    monkeypatch.setattr("rlbuf_td.storages.layout.refuse", lambda *args: None)
+    rb = ReplayBuffer(
+        storage=PackedStorage(60, device="meta"),
+        sampler=NEVER_WAIT[name](60),
+        batch_size=32,
+    )
+    td_error, rows = (
+        torch.rand(32, device="meta"),
+        [data(35, 35 * k).to("meta") for k in range(4)],
+    )
     for k, part in enumerate(rows):
         if not k:
             rb.extend(part)
@@ -106,16 +148,21 @@ def test_nothing_of_a_device_is_copied_to_the_host(name, monkeypatch):
             assert batch["x"].is_meta
             if rb.parts.prioritized is not None:
                 rb.update_priority(batch["index"], td_error)
-                rb.sampler.mark_update(batch["index"])  # as TorchRL's buffers do after a write
+                # as TorchRL's buffers do after a write
+                rb.sampler.mark_update(batch["index"])
     assert rb.full
 
 
 def test_advantages_never_wait():
     value, done = torch.randn(2, 9, 1), torch.rand(2, 9, 1) < 0.2
     with forced("torch"), RefuseWaiting():
-        advantage, _ = functional.generalized_advantage_estimate(0.9, 0.8, value, value, value, done)
+        advantage, _ = functional.generalized_advantage_estimate(
+            0.9, 0.8, value, value, value, done
+        )
         returns = functional.td_lambda_return_estimate(0.9, 0.8, value, value, done)
-        trace, _ = functional.vtrace_advantage_estimate(0.9, value, value, value, value, value, done)
+        trace, _ = functional.vtrace_advantage_estimate(
+            0.9, value, value, value, value, value, done
+        )
     assert advantage.shape == returns.shape == trace.shape == value.shape
 
 
@@ -127,9 +174,18 @@ def use(rb: ReplayBuffer, first: int) -> None:
 
 
 @pytest.mark.parametrize("share_next", [False, ["x"]])
-@pytest.mark.parametrize("sampler", [UniformSampler, lambda: ProportionalSampler(20), lambda: RankSampler(20)])
-def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_writes_outside_it(sampler, share_next):
-    rb = ReplayBuffer(storage=PackedStorage(20, shared=True, share_next=share_next), sampler=sampler(), batch_size=4)
+@pytest.mark.parametrize(
+    "sampler",
+    [UniformSampler, lambda: ProportionalSampler(20), lambda: RankSampler(20)],
+)
+def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_writes_outside_it(
+    sampler, share_next
+):
+    rb = ReplayBuffer(
+        storage=PackedStorage(20, shared=True, share_next=share_next),
+        sampler=sampler(),
+        batch_size=4,
+    )
     seen = torch.rand(9, 3)
     rows = TensorDict({"x": seen[:8], "next": {"x": seen[1:]}}, [8])
     with torch.inference_mode():
@@ -145,10 +201,16 @@ def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_write
 
 
 @pytest.mark.parametrize("path", ["numba", "torch"])
-@pytest.mark.parametrize("name", ["unique", "proportional", "rank", "n-step over hindsight", "windows"])
-def test_what_was_made_in_inference_mode_is_written_to_outside_it(path: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["unique", "proportional", "rank", "n-step over hindsight", "windows"]
+)
+def test_what_was_made_in_inference_mode_is_written_to_outside_it(
+    path: Any, name: str
+) -> None:
     with forced(path):
-        rb = ReplayBuffer(storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32)
+        rb = ReplayBuffer(
+            storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32
+        )
         with torch.inference_mode():
             use(rb, 0)
             rb.load_state_dict(rb.state_dict())
@@ -157,7 +219,9 @@ def test_what_was_made_in_inference_mode_is_written_to_outside_it(path: Any, nam
 
 
 def test_rows_written_out_of_order_in_inference_mode_are_known_outside() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=8)
+    rb = ReplayBuffer(
+        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=8
+    )
     with torch.inference_mode():
         rb.extend(data(10))
         rb.storage.set(torch.tensor([3]), data(1, 10))

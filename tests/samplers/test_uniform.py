@@ -1,4 +1,5 @@
-"""Uniform, unique, young and recent rows: their laws on every path and in every form of a ring, and settings."""
+"""Uniform, unique, young and recent rows: their laws on every path and in every form of
+a ring, and settings."""
 
 from __future__ import annotations
 
@@ -31,9 +32,13 @@ from tests.model import World
 from tests.statistics import assert_follows, power
 
 
-def recent(half_life: float, window: int | None = None, max_age: int | None = None) -> Any:
+def recent(
+    half_life: float, window: int | None = None, max_age: int | None = None
+) -> Any:
     limits = [inf if limit is None else limit for limit in (window, max_age)]
-    return RecencySampler(half_life, window, max_age=max_age), lambda model: m.recency(model, half_life, *limits)
+    return RecencySampler(half_life, window, max_age=max_age), lambda model: m.recency(
+        model, half_life, *limits
+    )
 
 
 def young(max_age: int) -> Any:
@@ -59,22 +64,36 @@ RINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("kind", "ring", "path"),
-    [(kind, ring, ["numba", "torch"][(j + k) % 2]) for j, kind in enumerate(KINDS) for k, ring in enumerate(RINGS)],
+    [
+        (kind, ring, ["numba", "torch"][(j + k) % 2])
+        for j, kind in enumerate(KINDS)
+        for k, ring in enumerate(RINGS)
+    ],
 )
 def test_draws_follow_the_law(kind, ring, path):
     (sampler, law), (lanes, fill, parts) = KINDS[kind](), RINGS[ring]
     parts = parts | {name: parts[name]() for name in ("writer",) if name in parts}
     with forced(path):
-        world = World.of(sampler, 20, lanes, fill, batch_size=50_000, ids=False, **parts)
-        for lane, count in ((0, 24), (1, 6), (2, 17), (0, 4)) if ring == "lanes apart" else ():
+        world = World.of(
+            sampler, 20, lanes, fill, batch_size=50_000, ids=False, **parts
+        )
+        for lane, count in (
+            ((0, 24), (1, 6), (2, 17), (0, 4)) if ring == "lanes apart" else ()
+        ):
             world.append([lane] * count)
         rows, expected = world.model.rows(), np.array(law(world.model))
         place = {world.model.flat(row): at for at, row in enumerate(rows)}
         index = torch.cat([world.rb.sample()["index"] for _ in range(4)])
-        drawn = (index @ torch.tensor([lanes, 1]) if lanes else index).bincount().tolist()
+        drawn = (
+            (index @ torch.tensor([lanes, 1]) if lanes else index).bincount().tolist()
+        )
         assert {at for at, count in enumerate(drawn) if count} <= place.keys()
-        assert_follows(np.array([drawn[at] if at < len(drawn) else 0 for at in place]), expected)
-        by_row = world.rb.sampler.probability(m.index_of(world.model, rows), storage=world.rb.storage)
+        assert_follows(
+            np.array([drawn[at] if at < len(drawn) else 0 for at in place]), expected
+        )
+        by_row = world.rb.sampler.probability(
+            m.index_of(world.model, rows), storage=world.rb.storage
+        )
     np.testing.assert_allclose(by_row.numpy(), expected, rtol=1e-6)
     if kind == "at most 6 old":
         assert power(expected[expected > 0], 200_000, bias=0.02) > 0.9
@@ -87,13 +106,24 @@ def test_draws_follow_the_law(kind, ring, path):
 
 def test_a_unique_batch_takes_every_row_and_every_ordered_pair_equally_often(device):
     n, batch, sampler = 25, 3, UniformSampler(unique=True)
-    rb = ReplayBuffer(storage=PackedStorage(100), sampler=sampler, generator=torch.Generator().manual_seed(1))
+    rb = ReplayBuffer(
+        storage=PackedStorage(100),
+        sampler=sampler,
+        generator=torch.Generator().manual_seed(1),
+    )
     rb.extend(TensorDict({"x": torch.arange(n)}, [n]))
     drawn = torch.stack([sampler.draw(rb.storage, batch)[0] for _ in range(10_000)])
-    assert_follows(drawn.flatten().bincount(minlength=n), torch.full((n,), 1 / n, dtype=torch.float64))
+    assert_follows(
+        drawn.flatten().bincount(minlength=n),
+        torch.full((n,), 1 / n, dtype=torch.float64),
+    )
     pairs = (drawn[:, 0] % 4 * 4 + drawn[:, 1] % 4).bincount(minlength=16)
     sizes = [len(range(r, n, 4)) for r in range(4)]
-    law = [sizes[a] * (sizes[b] - (a == b)) / (n * (n - 1)) for a in range(4) for b in range(4)]
+    law = [
+        sizes[a] * (sizes[b] - (a == b)) / (n * (n - 1))
+        for a in range(4)
+        for b in range(4)
+    ]
     assert_follows(pairs, torch.tensor(law, dtype=torch.float64))
 
 
@@ -102,24 +132,43 @@ def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[in
         return torch.randperm(rows, generator=generator).tolist()[:batch]
     found: list[int] = []
     while len(found) < batch:
-        found = [*dict.fromkeys(found + torch.randint(rows, (batch,), generator=generator).tolist())]
+        found = [
+            *dict.fromkeys(
+                found + torch.randint(rows, (batch,), generator=generator).tolist()
+            )
+        ]
     return found[:batch]
 
 
-@given(st.sampled_from([0, 2]), st.integers(1, 150), st.integers(1, 150), st.integers(0, 1_000))
-def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(lanes, steps, batch, seed):
+@given(
+    st.sampled_from([0, 2]),
+    st.integers(1, 150),
+    st.integers(1, 150),
+    st.integers(0, 1_000),
+)
+def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(
+    lanes, steps, batch, seed
+):
     rows = steps * max(lanes, 1)
     batch = min(batch, rows)
     storage = PackedStorage(rows, ndim=2 if lanes else 1)
-    rb = ReplayBuffer(storage=storage, sampler=UniformSampler(unique=True), batch_size=batch)
-    rb.extend(TensorDict({"x": torch.zeros(rows)}, [rows]).view(lanes or rows, *[steps] * bool(lanes)))
+    rb = ReplayBuffer(
+        storage=storage, sampler=UniformSampler(unique=True), batch_size=batch
+    )
+    rb.extend(
+        TensorDict({"x": torch.zeros(rows)}, [rows]).view(
+            lanes or rows, *[steps] * bool(lanes)
+        )
+    )
     rb.set_rng(torch.Generator().manual_seed(seed))
     wanted = torch.Generator().manual_seed(seed)
     for _ in range(4):  # the first draw is not bound
         index = rb.sample()["index"]
         flat = index @ torch.tensor([lanes, 1]) if lanes else index
         assert flat.tolist() == first_distinct(rows, batch, wanted)
-    with pytest.raises(ValueError, match=f"cannot draw {rows + 1} distinct rows of {rows}"):
+    with pytest.raises(
+        ValueError, match=f"cannot draw {rows + 1} distinct rows of {rows}"
+    ):
         rb.sampler.draw(rb.storage, rows + 1)
 
 
@@ -142,7 +191,10 @@ def test_unique_rows_are_among_the_young_ones():
 
 def test_settings_of_recency_change_by_schedulers():
     rb = numbered(RecencySampler(8.0, 20), batch_size=500)
-    schedulers = [LinearScheduler(rb, "window", 2.9, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
+    schedulers = [
+        LinearScheduler(rb, "window", 2.9, 9),
+        LinearScheduler(rb, "half_life", 1.0, 7),
+    ]
     for k in range(9):
         for scheduler in schedulers:
             scheduler.step()
@@ -167,8 +219,15 @@ def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
 @pytest.mark.parametrize("wrap", [SequenceSampler, NStepSampler])
 def test_td_errors_reach_a_wrapper_that_takes_them(wrap):
     taken = []
-    own = type("Own", (wrap,), {"update_priority": lambda *arguments, **named: taken.append(arguments)})
-    rb = ReplayBuffer(storage=PackedStorage(40), sampler=own(UniformSampler(), 4, *[0.9] * (wrap is NStepSampler)))
+    own = type(
+        "Own",
+        (wrap,),
+        {"update_priority": lambda *arguments, **named: taken.append(arguments)},
+    )
+    rb = ReplayBuffer(
+        storage=PackedStorage(40),
+        sampler=own(UniformSampler(), 4, *[0.9] * (wrap is NStepSampler)),
+    )
     step = {"reward": torch.zeros(20, 1), "done": torch.zeros(20, 1, dtype=torch.bool)}
     rb.extend(TensorDict({"next": {**step, "terminated": step["done"]}}, [20]))
     rb.update_tensordict_priority(rb.sample(8).set("td_error", torch.ones(8)))
@@ -178,13 +237,17 @@ def test_td_errors_reach_a_wrapper_that_takes_them(wrap):
 @given(st.data())
 def test_a_queue_of_young_rows_in_lockstep_with_a_list(data):
     max_age = data.draw(st.integers(1, 6))
-    queue = ExperienceQueue(storage=PackedStorage(7), batch_size=2, timeout=0.01, max_age=max_age)
+    queue = ExperienceQueue(
+        storage=PackedStorage(7), batch_size=2, timeout=0.01, max_age=max_age
+    )
     expected: list[int] = []
     written = discarded = 0
     for _ in range(data.draw(st.integers(1, 25))):
         count = data.draw(st.integers(0, 3))
         if count and len(expected) + count <= 7:
-            queue.extend(TensorDict({"time": torch.arange(written, written + count)}, [count]))
+            queue.extend(
+                TensorDict({"time": torch.arange(written, written + count)}, [count])
+            )
             expected += range(written, written + count)
             written += count
         if not written:
@@ -227,7 +290,14 @@ def test_cells_without_rows_have_no_probability() -> None:
 
 def test_a_subclass_may_draw_into_given_memory() -> None:
     class Newest(UniformSampler):
-        def draw_into(self, storage: Any, live: Any, flat: torch.Tensor, report: Any, scratch: torch.Tensor) -> None:
+        def draw_into(
+            self,
+            storage: Any,
+            live: Any,
+            flat: torch.Tensor,
+            report: Any,
+            scratch: torch.Tensor,
+        ) -> None:
             flat.fill_(live[0] - 1)
 
     rb = ReplayBuffer(storage=PackedStorage(5), sampler=Newest(), batch_size=3)

@@ -1,4 +1,5 @@
-"""What every wrapper shares: it stands in for the sampler that it wraps, in either library's buffer."""
+"""What every wrapper shares: it stands in for the sampler that it wraps, in either
+library's buffer."""
 
 from __future__ import annotations
 
@@ -34,14 +35,18 @@ WRAPPERS = {
     "hindsight": lambda inner: HindsightSampler(inner, reward_fn),
     "n-step": lambda inner: NStepSampler(inner, 3, 0.9),
     "sequence": lambda inner: SequenceSampler(inner, 3, burn_in=1),
-    "all": lambda inner: SequenceSampler(NStepSampler(HindsightSampler(inner, reward_fn), 3, 0.9), 3, burn_in=1),
+    "all": lambda inner: SequenceSampler(
+        NStepSampler(HindsightSampler(inner, reward_fn), 3, 0.9), 3, burn_in=1
+    ),
 }
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
 wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 both = pytest.mark.parametrize("cls", BUFFERS)
 
 
-def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs: Any) -> World:
+def world(
+    sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs: Any
+) -> World:
     return World.of(sampler, 20, 2, 1.5, buffer=cls, batch_size=batch_size, **kwargs)
 
 
@@ -49,7 +54,8 @@ def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs:
 def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
     for inner in (ProportionalSampler(40, 0.7, 0.4), RankSampler(40, 0.7, 0.4)):
         wrapper = wrap(inner)
-        assert isinstance(wrapper, PrioritizedSampler)  # TorchRL's buffers pass priorities to this class only
+        # TorchRL's buffers pass priorities to this class only
+        assert isinstance(wrapper, PrioritizedSampler)
         wrapper.alpha, wrapper.beta = 0.5, 0.9  # as TorchRL's schedulers do
         assert (inner.alpha, inner.beta) == (wrapper.alpha, wrapper.beta) == (0.5, 0.9)
         assert wrapper.innermost is inner
@@ -59,9 +65,20 @@ def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
 def test_schedulers_reach_the_settings_of_every_wrapper():
     rb = world(WRAPPERS["all"](ProportionalSampler(40))).rb
     sequence = rb.sampler
-    n_step, hindsight, inner = sequence.sampler, sequence.sampler.sampler, sequence.innermost
-    goals = {"n_steps": (n_step, 5), "gamma": (n_step, 0.5), "her_ratio": (hindsight, 0.25), "eta": (sequence, 0.5)}
-    for name, (part, value) in (goals | {"beta": (inner, 1.0), "weight_norm": (inner, None)}).items():
+    n_step, hindsight, inner = (
+        sequence.sampler,
+        sequence.sampler.sampler,
+        sequence.innermost,
+    )
+    goals = {
+        "n_steps": (n_step, 5),
+        "gamma": (n_step, 0.5),
+        "her_ratio": (hindsight, 0.25),
+        "eta": (sequence, 0.5),
+    }
+    for name, (part, value) in (
+        goals | {"beta": (inner, 1.0), "weight_norm": (inner, None)}
+    ).items():
         setattr(LinearScheduler(rb, "eta", 1.0, 1).sampler, name, value)
         assert getattr(part, name) == getattr(sequence, name) == value
         assert (name in vars(sequence)) == (part is sequence)
@@ -78,7 +95,8 @@ def test_over_a_sampler_without_priorities_updates_do_nothing(wrap, cls):
     rb.update_tensordict_priority(batch)
     rb.update_priority(batch["index"], batch["td_error"])
     single = cls(storage=PackedStorage(4), sampler=wrap(UniformSampler()))
-    single.add(rb.storage[0][0].clone())  # TorchRL's buffer sets priorities with each write
+    # TorchRL's buffer sets priorities with each write
+    single.add(rb.storage[0][0].clone())
     assert not hasattr(rb.sampler, "priority")
 
 
@@ -89,7 +107,11 @@ def test_td_errors_that_come_with_the_data_count(wrap, cls):
     made = world(wrap(inner), cls)
     data = made.rb.storage[:5].clone()
     data["td_error"] = torch.arange(10.0).view(5, 2)
-    rb = cls(storage=PackedStorage(40, ndim=2), sampler=(sampler := ProportionalSampler(40)), dim_extend=0)
+    rb = cls(
+        storage=PackedStorage(40, ndim=2),
+        sampler=(sampler := ProportionalSampler(40)),
+        dim_extend=0,
+    )
     rb.set_sampler(wrap(sampler)) if cls is ReplayBuffer else None
     rb.extend(data)
     assert sampler.priority(torch.arange(10)).tolist() == list(range(10))
@@ -97,7 +119,10 @@ def test_td_errors_that_come_with_the_data_count(wrap, cls):
 
 @wrapped
 def test_transforms_see_what_was_revised(wrap):
-    made = world(wrap(UniformSampler()), transform=lambda batch: batch.set("seen", batch["next", "reward"] * 10))
+    made = world(
+        wrap(UniformSampler()),
+        transform=lambda batch: batch.set("seen", batch["next", "reward"] * 10),
+    )
     batch = made.rb.sample()
     assert torch.equal(batch["seen"], batch["next", "reward"] * 10)
 
@@ -115,7 +140,11 @@ def test_batches_are_fresh_memory_and_the_buffer_stays_as_it_is(cls, wrap):
 
 
 @pytest.mark.parametrize(
-    "inner", [lambda: MinibatchSampler(2, drop_last=True), lambda: SamplerWithoutReplacement(drop_last=True)]
+    "inner",
+    [
+        lambda: MinibatchSampler(2, drop_last=True),
+        lambda: SamplerWithoutReplacement(drop_last=True),
+    ],
 )
 @both
 def test_epochs_of_wrapped_rows(cls, inner):
@@ -128,7 +157,9 @@ def test_epochs_of_wrapped_rows(cls, inner):
 
 def test_attributes_are_those_of_the_wrapped_sampler():
     sampler = WRAPPERS["all"](ProportionalSampler(40, weight_norm="batch"))
-    assert repr(sampler).startswith("SequenceSampler(NStepSampler(HindsightSampler(ProportionalSampler(alpha=0.6")
+    assert repr(sampler).startswith(
+        "SequenceSampler(NStepSampler(HindsightSampler(ProportionalSampler(alpha=0.6"
+    )
     assert "her_ratio=0.8" in repr(sampler)
     assert sampler.weight_norm == "batch"
     assert sampler.priority(torch.arange(3)).tolist() == [-1, -1, -1]
@@ -153,31 +184,62 @@ def test_a_wrapper_that_moves_to_another_buffer_reads_the_rows_of_that_one(cls, 
 # -- TorchRL's own samplers of slices, and its sequence unit, over our storage
 
 END = ("next", "done")
-PLACES = [(ReplayBuffer, 1, 2.4), (ReplayBuffer, 2, 0.6), (TensorDictReplayBuffer, 2, 1.0), (ReplayBuffer, 2, 2.4)]
+PLACES = [
+    (ReplayBuffer, 1, 2.4),
+    (ReplayBuffer, 2, 0.6),
+    (TensorDictReplayBuffer, 2, 1.0),
+    (ReplayBuffer, 2, 2.4),
+]
 
 
 def of_slices(sampler: Any, cls: Any, ndim: int, fill: float, **kwargs: Any) -> World:
     steps, lanes = (60, 0) if ndim == 1 else (30, 2)
-    return World.of(sampler, steps, lanes, fill, buffer=cls, seed=2, batch_size=24, often=(0.05, 0.03, 0.0), **kwargs)
+    return World.of(
+        sampler,
+        steps,
+        lanes,
+        fill,
+        buffer=cls,
+        seed=2,
+        batch_size=24,
+        often=(0.05, 0.03, 0.0),
+        **kwargs,
+    )
 
 
 def assert_slices(made: World, batch: Any, length: int) -> None:
     index = batch["index"]
     if isinstance(index, tuple):
         index = torch.stack(index, -1)
-    for rows, places in zip(batch.view(-1, length), index.view(-1, length, *index.shape[1:]), strict=True):
+    for rows, places in zip(
+        batch.view(-1, length), index.view(-1, length, *index.shape[1:]), strict=True
+    ):
         stored = made.rows_at(places)
         assert stored == list(made.model.later(stored[0]))[:length]
         for row, fields in zip(rows, (each.fields for each in stored), strict=True):
-            for key in (("observation",), ("action",), ("next", "reward"), ("next", "achieved_goal")):
+            for key in (
+                ("observation",),
+                ("action",),
+                ("next", "reward"),
+                ("next", "achieved_goal"),
+            ):
                 assert row[key].tolist() == fields[key]
 
 
 @pytest.mark.parametrize(("cls", "ndim", "fill"), PLACES)
 @pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
 def test_torchrls_samplers_of_slices_take_our_storage(kind, ndim, fill, cls):
-    key = {"end_key": END} if kind is SliceSampler else {"traj_key": ("collector", "traj_ids")}
-    made = of_slices(kind(slice_len=4, strict_length=True, truncated_key=None, **key), cls, ndim, fill)
+    key = (
+        {"end_key": END}
+        if kind is SliceSampler
+        else {"traj_key": ("collector", "traj_ids")}
+    )
+    made = of_slices(
+        kind(slice_len=4, strict_length=True, truncated_key=None, **key),
+        cls,
+        ndim,
+        fill,
+    )
     for _ in range(4):
         assert_slices(made, made.rb.sample(), 4)
 
@@ -185,16 +247,25 @@ def test_torchrls_samplers_of_slices_take_our_storage(kind, ndim, fill, cls):
 @pytest.mark.parametrize(("cls", "ndim", "fill"), PLACES)
 @pytest.mark.parametrize("sampler", [RandomSampler, lambda: ProportionalSampler(60)])
 def test_torchrls_sequence_unit(sampler, ndim, fill, cls):
-    """Anchors by any sampler, expanded by TorchRL: never across an end, a lane or the write head."""
+    """Anchors by any sampler, expanded by TorchRL: never across an end, a lane or the
+    write head."""
     made = of_slices(sampler(), cls, ndim, fill, sample_unit=Sequence(length=4))
     for _ in range(4):
         batch = made.rb.sample()
         assert batch.shape == (96,)
         for rows in batch.view(24, 4):
             stored = made.rows_at(rows["index"])
-            real = [row for row, here in zip(stored, rows["validity_mask"].tolist(), strict=True) if here]
+            real = [
+                row
+                for row, here in zip(
+                    stored, rows["validity_mask"].tolist(), strict=True
+                )
+                if here
+            ]
             assert real == list(made.model.later(stored[0]))[:4]
-            assert rows["observation"].tolist() == [row.fields["observation",] for row in stored]
+            assert rows["observation"].tolist() == [
+                row.fields["observation",] for row in stored
+            ]
 
 
 @wrapped

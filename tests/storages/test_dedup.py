@@ -1,4 +1,5 @@
-"""Rows that share observations: what is shared, what it saves, and that they are the rows of a plain storage."""
+"""Rows that share observations: what is shared, what it saves, and that they are the
+rows of a plain storage."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ FRAMES = 3
 
 
 class Lanes:
-    """Environments whose observations follow each other, but for breaks that nothing announces.
+    """Environments whose observations follow each other, but for breaks that nothing
+    announces.
 
-    Values are of a small alphabet, so that what does not follow is sometimes the same all the same.
+    Values are of a small alphabet, so that what does not follow is sometimes the same
+    all the same.
     """
 
     def __init__(self, lanes: int, seed: int, alphabet: int = 3) -> None:
@@ -32,7 +35,9 @@ class Lanes:
         self.state = self._new()
 
     def _draw(self, *shape: int, high: int | None = None) -> torch.Tensor:
-        return torch.randint(high or self.alphabet, (self.lanes, *shape), generator=self.generator)
+        return torch.randint(
+            high or self.alphabet, (self.lanes, *shape), generator=self.generator
+        )
 
     def _new(self) -> dict[Any, torch.Tensor]:
         frame = self._draw(2, 2).to(torch.uint8)
@@ -41,16 +46,24 @@ class Lanes:
         goal[goal == 0] = float("nan")  # the same bytes, though not equal
         position = self._draw(3).float()
         position[position == 1] = -0.0  # equal to 0.0, though other bytes
-        return {"observation": position, ("agent", "goal"): goal, "clock": self._draw(high=999), "pixels": stack}
+        return {
+            "observation": position,
+            ("agent", "goal"): goal,
+            "clock": self._draw(high=999),
+            "pixels": stack,
+        }
 
     def step(self, broken: torch.Tensor | bool = False) -> TensorDict:
-        """Return one time step, ``[lanes]``, after which the lanes of ``broken`` begin anew."""
+        """Return one time step, ``[lanes]``, after which the lanes of ``broken`` begin
+        anew."""
         now, after = self.state, self._new()
         after["pixels"] = torch.cat([now["pixels"][:, 1:], after["pixels"][:, -1:]], 1)
         after["agent", "goal"] = now["agent", "goal"]
         where = torch.as_tensor(broken).expand(self.lanes)
         reset = self._new()
-        self.state = {key: _where(where, reset[key], value) for key, value in after.items()}
+        self.state = {
+            key: _where(where, reset[key], value) for key, value in after.items()
+        }
         self.state["clock"] = self._draw(high=999)  # a key that does not repeat
         data = TensorDict({"action": self._draw(2, high=99).float()}, [self.lanes])
         for key, value in now.items():
@@ -83,7 +96,9 @@ def check_entries(storage: PackedStorage) -> None:
 def live_entries(storage: PackedStorage) -> list[int]:
     """Return the number of entries to which the rows of each group refer."""
     entries, written = pooled(storage).entries, len(storage)
-    return [len(entries.names(g)[:written].unique()) for g in range(len(entries.groups))]
+    return [
+        len(entries.names(g)[:written].unique()) for g in range(len(entries.groups))
+    ]
 
 
 def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
@@ -91,17 +106,23 @@ def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
     seen = torch.rand(count + 1, width)
     following = seen[1:].clone()
     if length is not None:
-        following[length - 1 :: length] = torch.rand(len(following[length - 1 :: length]), width)
-    return TensorDict({"observation": seen[:-1].clone(), "next": {"observation": following}}, [count])
+        following[length - 1 :: length] = torch.rand(
+            len(following[length - 1 :: length]), width
+        )
+    return TensorDict(
+        {"observation": seen[:-1].clone(), "next": {"observation": following}}, [count]
+    )
 
 
 def test_rows_of_one_trajectory_take_one_observation_each() -> None:
     storage = PackedStorage(100, share_next=True)
     storage.set(range(100), chain(100))
     assert live_entries(storage) == [101]
-    assert storage.nbytes == 100 * 8 + 112 * 32  # lanes take 16 entries of this size at once
+    # lanes take 16 entries of this size at once
+    assert storage.nbytes == 100 * 8 + 112 * 32
     assert storage.saved_bytes == {("observation",): 200 * 32 - 112 * 32 - 100 * 8}
-    storage.set(range(100), chain(100, length=20))  # the end of a trajectory costs one observation
+    # the end of a trajectory costs one observation
+    storage.set(range(100), chain(100, length=20))
     assert live_entries(storage) == [105]
 
 
@@ -111,7 +132,8 @@ def test_lanes_share_within_themselves() -> None:
     storage.set(range(50), data)
     assert live_entries(storage) == [102]
     flat = PackedStorage(100, share_next=True)
-    flat.set(range(100), data.reshape(-1))  # lanes reshaped together: no row follows the one before it
+    # lanes reshaped together: no row follows the one before it
+    flat.set(range(100), data.reshape(-1))
     assert live_entries(flat) == [200]
     assert_same(flat[:], data.reshape(-1))
 
@@ -130,7 +152,13 @@ def test_a_ring_holds_as_much_after_each_round() -> None:
 def test_flags_stay_in_the_rows() -> None:
     flags = {"done": torch.zeros(4, 16).bool(), "terminated": torch.zeros(4, 16).bool()}
     storage = PackedStorage(10, share_next=True)
-    storage.set(range(4), TensorDict({"x": torch.rand(4, 4), **flags, "next": {"x": torch.rand(4, 4), **flags}}, [4]))
+    storage.set(
+        range(4),
+        TensorDict(
+            {"x": torch.rand(4, 4), **flags, "next": {"x": torch.rand(4, 4), **flags}},
+            [4],
+        ),
+    )
     assert set(storage.saved_bytes) == {("x",)}
 
 
@@ -151,14 +179,20 @@ def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
 def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     world = Lanes(1, 0, alphabet=200)
     storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
-    storage.set(range(60), torch.cat([world.steps(19, 0.0), world.steps(1, 2.0), world.steps(40, 0.0)])[:, 0])
+    storage.set(
+        range(60),
+        torch.cat([world.steps(19, 0.0), world.steps(1, 2.0), world.steps(40, 0.0)])[
+            :, 0
+        ],
+    )
     assert live_entries(storage)[0] == 62
 
 
 def test_rows_are_written_in_order_and_moved_within_the_storage() -> None:
     storage, data = PackedStorage(10, share_next=True), chain(10)
     data["action"] = torch.arange(10.0)
-    storage.set([step % 10 for step in range(20)], torch.cat([-data, data]))  # the last rows stay
+    # the last rows stay
+    storage.set([step % 10 for step in range(20)], torch.cat([-data, data]))
     assert_same(storage[:], data)
     storage.set(range(9), storage[1:])  # a slice holds views of what rows do not share
     assert_same(storage[:], torch.cat([data[1:], data[9:]]))
@@ -166,10 +200,14 @@ def test_rows_are_written_in_order_and_moved_within_the_storage() -> None:
 
 
 @pytest.mark.parametrize("written", range(10, 30))
-def test_a_load_into_shared_rows_keeps_old_and_new_observations_apart(written: int) -> None:
+def test_a_load_into_shared_rows_keeps_old_and_new_observations_apart(
+    written: int,
+) -> None:
     def fresh(count: int) -> TensorDict:
         seen = torch.arange(8.0 * count).view(count, 2, 4)
-        return TensorDict({"observation": seen, "next": {"observation": -seen}}, [count, 2])
+        return TensorDict(
+            {"observation": seen, "next": {"observation": -seen}}, [count, 2]
+        )
 
     shared = PackedStorage(10, ndim=2, shared=True, share_next=["observation"])
     plain = PackedStorage(10, ndim=2)
@@ -190,9 +228,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwargs: Any) -> ReplayBuffer:
+def filled(
+    make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwargs: Any
+) -> ReplayBuffer:
     lanes = 2 if ndim > 1 else 1
-    rb = ReplayBuffer(storage=make(capacity * lanes, ndim=ndim), batch_size=16, **kwargs)
+    rb = ReplayBuffer(
+        storage=make(capacity * lanes, ndim=ndim), batch_size=16, **kwargs
+    )
     world = Lanes(lanes, 0)
     while steps > 0:
         data = world.steps(min(7, steps), 0.2)
@@ -203,12 +245,21 @@ def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwa
 
 @pytest.mark.parametrize(
     ("since", "to", "steps", "ndim"),
-    [("plain", "both", 20, 2), ("once", "plain", 100, 1), ("frames", "once", 100, 1), ("both", "both", 20, 2)],
+    [
+        ("plain", "both", 20, 2),
+        ("once", "plain", 100, 1),
+        ("frames", "once", 100, 1),
+        ("both", "both", 20, 2),
+    ],
 )
-def test_a_dump_goes_to_any_kind_of_rows(since, to, steps, ndim, tmp_path: Path) -> None:
+def test_a_dump_goes_to_any_kind_of_rows(
+    since, to, steps, ndim, tmp_path: Path
+) -> None:
     original = filled(KINDS[since], steps=steps, ndim=ndim)
     original.dumps(tmp_path)
-    fresh = ReplayBuffer(storage=KINDS[to](40 * (1 + (ndim > 1)), ndim=ndim), batch_size=16)
+    fresh = ReplayBuffer(
+        storage=KINDS[to](40 * (1 + (ndim > 1)), ndim=ndim), batch_size=16
+    )
     used = filled(KINDS[to], steps=33, ndim=ndim)
     for rb in (fresh, used):
         rb.loads(tmp_path)
@@ -216,7 +267,11 @@ def test_a_dump_goes_to_any_kind_of_rows(since, to, steps, ndim, tmp_path: Path)
         check_entries(rb.storage)
         for buffer in (original, rb):
             torch.manual_seed(3)
-            buffer.extend(Lanes(2, 5).steps(9, 0.2)[:, 0] if ndim == 1 else Lanes(2, 5).steps(9, 0.2).transpose(0, 1))
+            buffer.extend(
+                Lanes(2, 5).steps(9, 0.2)[:, 0]
+                if ndim == 1
+                else Lanes(2, 5).steps(9, 0.2).transpose(0, 1)
+            )
         assert_same(rb[:], original[:])
         check_entries(rb.storage)
         original.loads(tmp_path)
@@ -229,7 +284,11 @@ def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None
     results = []
     for each in (kind, "plain"):
         rb = ReplayBuffer(storage=KINDS[each](capacity), batch_size=16)
-        with pytest.warns(UserWarning, match="dropped") if capacity < 40 else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="dropped")
+            if capacity < 40
+            else nullcontext()
+        ):
             rb.loads(tmp_path)
         check_entries(rb.storage)
         results.append(rb[:])
@@ -237,7 +296,9 @@ def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_a_state_whose_rows_name_entries_out_of_order_or_of_other_lanes_is_refused(ndim: int) -> None:
+def test_a_state_whose_rows_name_entries_out_of_order_or_of_other_lanes_is_refused(
+    ndim: int,
+) -> None:
     state = filled(POOLED, steps=20, ndim=ndim).storage.state_dict()
     names = pooled(filled(POOLED, steps=20, ndim=ndim).storage).dedup.groups[0].names_at
     rows = state["rows"].view(torch.uint8)[..., names : names + 4]
@@ -252,8 +313,15 @@ def test_a_state_whose_rows_name_entries_out_of_order_or_of_other_lanes_is_refus
 def test_the_plan_counts_what_is_shared() -> None:
     rb = filled(POOLED, capacity=4000, steps=4500)
     needed = plan(rb)
-    assert {*needed.saved} == {"'observation'", "('agent', 'goal')", "'clock'", "'pixels'"}
-    assert sum(needed.saved.values()) + needed.rows == pytest.approx(needed.capacity * needed.row_bytes, rel=0.01)
+    assert {*needed.saved} == {
+        "'observation'",
+        "('agent', 'goal')",
+        "'clock'",
+        "'pixels'",
+    }
+    assert sum(needed.saved.values()) + needed.rows == pytest.approx(
+        needed.capacity * needed.row_bytes, rel=0.01
+    )
     assert "'pixels' shared" in str(needed)
     data = Lanes(1, 0).steps(1, 0.0)[0, 0]
     again = plan(data, 4000, share_next=True, frames={"pixels": FRAMES})
@@ -273,7 +341,10 @@ def test_a_file_takes_no_more_than_is_used(tmp_path: Path) -> None:
     for one in (storage, plain):
         for start in range(0, 20_000, 1000):
             one.set(range(start, start + 1000), chain(1000, width=64))
-    taken, whole = (os.stat(tmp_path / name / "rows.bin").st_blocks * 512 for name in ("once", "plain"))
+    taken, whole = (
+        os.stat(tmp_path / name / "rows.bin").st_blocks * 512
+        for name in ("once", "plain")
+    )
     assert taken < 0.75 * whole
 
 
@@ -290,9 +361,13 @@ def full_after(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
 
 
-def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full_after(monkeypatch, 400_000)
-    rb = ReplayBuffer(storage=PackedStorage(2000, scratch_dir=tmp_path, share_next=True))
+    rb = ReplayBuffer(
+        storage=PackedStorage(2000, scratch_dir=tmp_path, share_next=True)
+    )
     plain = ReplayBuffer(storage=PackedStorage(2000))
     error = None
     while error is None and len(plain) < 2000:

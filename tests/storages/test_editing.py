@@ -1,4 +1,5 @@
-"""Entries of stored rows set in place, as in TorchRL, and those of sampled batches, in rows that are still there."""
+"""Entries of stored rows set in place, as in TorchRL, and those of sampled batches, in
+rows that are still there."""
 
 from __future__ import annotations
 
@@ -34,15 +35,24 @@ over_storages = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAG
 def transitions(n: int) -> TensorDict:
     seen = torch.arange(n + 3.0).unfold(0, 3, 1)  # [n + 1, 3], a stack of frames each
     after = {"observation": seen[1:], "reward": torch.arange(n)[:, None].float()}
-    return TensorDict({"observation": seen[:-1], "hidden": torch.zeros(n, 2), "next": after}, [n])
+    return TensorDict(
+        {"observation": seen[:-1], "hidden": torch.zeros(n, 2), "next": after}, [n]
+    )
 
 
-def pair(storage: Any, lanes: int = 1, dim_extend: int | None = None) -> tuple[ReplayBuffer, TensorDictReplayBuffer]:
+def pair(
+    storage: Any, lanes: int = 1, dim_extend: int | None = None
+) -> tuple[ReplayBuffer, TensorDictReplayBuffer]:
     ndim, buffers = 1 + (lanes > 1), []
-    for cls, place in ((ReplayBuffer, storage), (TensorDictReplayBuffer, LazyTensorStorage)):
+    for cls, place in (
+        (ReplayBuffer, storage),
+        (TensorDictReplayBuffer, LazyTensorStorage),
+    ):
         buffers.append(cls(storage=place(20, ndim=ndim), dim_extend=dim_extend))
         data = transitions(12) if lanes == 1 else transitions(12).reshape(lanes, -1)
-        buffers[-1].extend(data.transpose(0, 1) if lanes > 1 and dim_extend == 0 else data)
+        buffers[-1].extend(
+            data.transpose(0, 1) if lanes > 1 and dim_extend == 0 else data
+        )
     return buffers[0], buffers[1]
 
 
@@ -50,7 +60,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
     assert (ours[:] == theirs[:].exclude("index")).all()
     batch = ours.sample(64)
     index = batch.pop("index")
-    assert (batch == ours.storage.get(index.unbind(-1) if index.ndim > 1 else index)).all()
+    assert (
+        batch == ours.storage.get(index.unbind(-1) if index.ndim > 1 else index)
+    ).all()
 
 
 ROWS = [3, -1, slice(2, 9, 3), [1, 5], torch.tensor([[0, 1]]), torch.arange(12) > 8]
@@ -59,10 +71,19 @@ CELLS = [2, (1, 1), (slice(None), 0), (torch.tensor([0, 3]), torch.tensor([1, 0]
 
 @over_storages
 @pytest.mark.parametrize(("lanes", "indices"), [(1, ROWS), (2, CELLS)])
-def test_one_entry_of_rows_that_are_named_as_those_of_a_tensor_is_set(storage: Any, lanes: int, indices: list[Any]):
+def test_one_entry_of_rows_that_are_named_as_those_of_a_tensor_is_set(
+    storage: Any, lanes: int, indices: list[Any]
+):
     for index in indices:
         ours, theirs = pair(storage, lanes, dim_extend=0)
-        for key in ("hidden", *(("observation", ("next", "observation")) if storage is PackedStorage else ())):
+        for key in (
+            "hidden",
+            *(
+                ("observation", ("next", "observation"))
+                if storage is PackedStorage
+                else ()
+            ),
+        ):
             value = -1 - torch.rand_like(theirs.storage[:][key][index])
             for rb in (ours, theirs):
                 assert rb.set_at_(key, value, index) is rb
@@ -72,17 +93,24 @@ def test_one_entry_of_rows_that_are_named_as_those_of_a_tensor_is_set(storage: A
 @over_storages
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_edits_take_rows_as_they_are_read_or_refuse_by_name(storage: Any, lanes: int):
-    """Rows [T, E] are read as [E, T]; with three lanes, T is E, and no shape tells the two apart."""
+    """Rows [T, E] are read as [E, T]; with three lanes, T is E, and no shape tells the
+    two apart."""
     rb = ReplayBuffer(storage=storage(20, ndim=2))
     rb.extend(transitions(lanes * 3).reshape(lanes, 3))
     relabeled = rb[:]["next", "reward"] + 100.0 * torch.arange(lanes)[:, None, None]
     before = rb[:].clone()
     edits: list[Any] = [
-        (lambda: rb.set_(("next", "reward"), relabeled), r"use rb\[key\] = value, which takes what rb\[key\] gives"),
+        (
+            lambda: rb.set_(("next", "reward"), relabeled),
+            r"use rb\[key\] = value, which takes what rb\[key\] gives",
+        ),
         (lambda: rb.update_({("next", "reward"): relabeled}), r"use rb\[key\] = value"),
     ]
     edits += [
-        (lambda index=index: rb.set_at_(("next", "reward"), 1.0, index), "set_at_ takes coordinates")
+        (
+            lambda index=index: rb.set_at_(("next", "reward"), 1.0, index),
+            "set_at_ takes coordinates",
+        )
         for index in (1, slice(None), [0, 1], relabeled[..., 0] > 100, (slice(None), 0))
     ]
     for edit, words in edits:
@@ -103,7 +131,10 @@ def test_one_row_is_set_while_lanes_have_unlike_lengths(storage: Any):
     rb = ReplayBuffer(storage=storage(20, ndim=2, lanes=2))
     rb.extend(transitions(6), lanes=0)
     rb.extend(transitions(5), lanes=1)
-    for key, value in (("hidden", torch.full((2,), -1.0)), (("next", "reward"), torch.tensor([-2.0]))):
+    for key, value in (
+        ("hidden", torch.full((2,), -1.0)),
+        (("next", "reward"), torch.tensor([-2.0])),
+    ):
         rb.set_at_(key, value, (2, 0))
         assert torch.equal(rb.storage[2, 0][key], value)
     assert (rb.lane(1).chronological() == transitions(5)).all()
@@ -111,7 +142,9 @@ def test_one_row_is_set_while_lanes_have_unlike_lengths(storage: Any):
         rb.set_at_("hidden", torch.zeros(2), (5, 1))
 
 
-@pytest.mark.parametrize("storage", [each for each in STORAGES.values() if each is not PackedStorage])
+@pytest.mark.parametrize(
+    "storage", [each for each in STORAGES.values() if each is not PackedStorage]
+)
 def test_deduplicated_keys_are_neither_edited_nor_written_out_of_order(storage: Any):
     rb = pair(storage)[0]
     batch, before = rb.sample(4), rb[:].clone()
@@ -119,22 +152,31 @@ def test_deduplicated_keys_are_neither_edited_nor_written_out_of_order(storage: 
         lambda: rb.set_at_("observation", torch.ones(3), 3),
         lambda: rb.set_at_(("next", "observation"), torch.ones(2, 3), [0, 4]),
         lambda: rb.__setitem__("observation", -before["observation"]),
-        lambda: rb.write_back(batch, "observation", sampled_at=rb.storage.stamps(batch["index"])),
+        lambda: rb.write_back(
+            batch, "observation", sampled_at=rb.storage.stamps(batch["index"])
+        ),
         lambda: rb.__setitem__(3, before[5]),
         lambda: rb.__setitem__(torch.tensor([3, 5]), before[:2]),
         lambda: rb.__setitem__(torch.arange(len(before)) == 3, before[5:6]),
     ]
     for call in calls:
         with pytest.raises(
-            SchemaError, match=r"cannot edit .*'observation'\)?, which is deduplicated: leave it out of"
+            SchemaError,
+            match=r"cannot edit .*'observation'\)?, which is deduplicated: leave it out of",
         ):
             call()
         assert (rb[:] == before).all()
     for steps in ([0], [len(before) + 1, len(before)], [len(before), 0]):
-        with pytest.raises(SchemaError, match="deduplicated rows are written in order, and the next step is 12"):
+        with pytest.raises(
+            SchemaError,
+            match="deduplicated rows are written in order, and the next step is 12",
+        ):
             rb.storage.set(steps, before[: len(steps)])
         assert (rb[:] == before).all()
-    with pytest.raises(ValueError, match="in time order, a ReservoirWriter keeps none: use a RingWriter"):
+    with pytest.raises(
+        ValueError,
+        match="in time order, a ReservoirWriter keeps none: use a RingWriter",
+    ):
         rb.set_writer(ReservoirWriter())
     with pytest.raises(ValueError, match="a ReservoirWriter keeps none"):
         ReplayBuffer(storage=storage(20), writer=ReservoirWriter())
@@ -143,8 +185,11 @@ def test_deduplicated_keys_are_neither_edited_nor_written_out_of_order(storage: 
 @over_storages
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("key", ["hidden", "observation", ("next", "reward")])
-def test_a_key_of_a_buffer_or_a_storage_is_set_by_item_assignment(storage: Any, lanes: int, key: Any):
-    """In the shape that reading it gives; TorchRL's buffers drop the value unless they are full."""
+def test_a_key_of_a_buffer_or_a_storage_is_set_by_item_assignment(
+    storage: Any, lanes: int, key: Any
+):
+    """In the shape that reading it gives; TorchRL's buffers drop the value unless they
+    are full."""
     if key == "observation" and storage is not PackedStorage:
         return  # refused
     ours, theirs = pair(storage, lanes)
@@ -163,16 +208,32 @@ def test_a_key_of_a_buffer_or_a_storage_is_set_by_item_assignment(storage: Any, 
 
 
 CAPACITY = 12
-PLACES: dict[str, Any] = {"plain": PackedStorage, "shared": partial(PackedStorage, shared=True)}
+PLACES: dict[str, Any] = {
+    "plain": PackedStorage,
+    "shared": partial(PackedStorage, shared=True),
+}
 
 
 class Numbered:
-    """A buffer in which no two rows that were ever written have the same ``x``; ``state`` is ``[3]`` zeros at first."""
+    """A buffer in which no two rows that were ever written have the same ``x``;
+    ``state`` is ``[3]`` zeros at first."""
 
-    def __init__(self, lanes: int = 0, storage: Any = PackedStorage, sampler: Any = None, batch: int = 20) -> None:
+    def __init__(
+        self,
+        lanes: int = 0,
+        storage: Any = PackedStorage,
+        sampler: Any = None,
+        batch: int = 20,
+    ) -> None:
         cells = CAPACITY * max(lanes, 1)
         self.lanes, self.next = lanes, 1
-        self.rb = buffer_of(CAPACITY, sampler or ProportionalSampler(cells), lanes, storage, batch_size=batch)
+        self.rb = buffer_of(
+            CAPACITY,
+            sampler or ProportionalSampler(cells),
+            lanes,
+            storage,
+            batch_size=batch,
+        )
 
     def rows(self, count: int) -> TensorDict:
         lead = [self.lanes, count] if self.lanes else [count]
@@ -187,11 +248,18 @@ class Numbered:
 
     def states(self) -> dict[int, list[float]]:
         rows = self.rb.storage[:]
-        return dict(zip(rows["x"].flatten().tolist(), rows["state"].reshape(-1, 3).tolist(), strict=True))
+        return dict(
+            zip(
+                rows["x"].flatten().tolist(),
+                rows["state"].reshape(-1, 3).tolist(),
+                strict=True,
+            )
+        )
 
 
 @pytest.mark.parametrize(
-    ("storage", "lanes", "stamped"), [("plain", 0, False), ("shared", 2, False), ("shared", 0, True)]
+    ("storage", "lanes", "stamped"),
+    [("plain", 0, False), ("shared", 2, False), ("shared", 0, True)],
 )
 def test_only_rows_that_are_still_there_are_written(storage, lanes, stamped):
     sampler = None if stamped else UniformSampler()
@@ -205,8 +273,16 @@ def test_only_rows_that_are_still_there_are_written(storage, lanes, stamped):
         if written:
             made.write(written)
         before = made.states()
-        count = made.rb.write_back(batch, ["state"], sampled_at=None if stamped else stamps)
-        new = {x: state for x, state in zip(batch["x"].tolist(), batch["state"].tolist(), strict=True) if x in before}
+        count = made.rb.write_back(
+            batch, ["state"], sampled_at=None if stamped else stamps
+        )
+        new = {
+            x: state
+            for x, state in zip(
+                batch["x"].tolist(), batch["state"].tolist(), strict=True
+            )
+            if x in before
+        }
         assert made.states() == before | new
         assert count == sum(x in before for x in batch["x"].tolist())
         assert made.rb.storage["x"].sum() == sum(before)
@@ -214,7 +290,11 @@ def test_only_rows_that_are_still_there_are_written(storage, lanes, stamped):
 
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_stamps_of_windows_have_their_shape(lanes: int) -> None:
-    made = Numbered(lanes, PLACES["plain"], SequenceSampler(UniformSampler(), 2, output_layout="batch_time"))
+    made = Numbered(
+        lanes,
+        PLACES["plain"],
+        SequenceSampler(UniformSampler(), 2, output_layout="batch_time"),
+    )
     made.write(7)
     batch = made.rb.sample()
     storage, dims = made.rb.storage, 1 + bool(lanes)
@@ -224,18 +304,28 @@ def test_stamps_of_windows_have_their_shape(lanes: int) -> None:
     batch["state"] = batch["x"].float()[..., None].expand(10, 2, 3).clone()
     assert batch["index"].ndim == 1 + dims
     assert made.rb.write_back(batch, ["state"], sampled_at=stamps) > 0
-    written = {x: state for x, state in made.states().items() if x in batch["x"].flatten().tolist()}
+    written = {
+        x: state
+        for x, state in made.states().items()
+        if x in batch["x"].flatten().tolist()
+    }
     assert all(state == [x] * 3 for x, state in written.items())
 
 
 def test_what_a_sequence_repeats_is_not_written():
-    made = Numbered(0, sampler=SequenceSampler(ProportionalSampler(CAPACITY), 4, burn_in=2), batch=24)
+    made = Numbered(
+        0,
+        sampler=SequenceSampler(ProportionalSampler(CAPACITY), 4, burn_in=2),
+        batch=24,
+    )
     rows = made.rows(9)
     rows["next", "done"][[2, 6]] = True
     made.rb.extend(rows)
     for _ in range(5):
         batch = made.rb.sample()
-        batch["state"] = torch.where(batch["mask"], batch["x"], -1.0)[:, None].expand(-1, 3).clone()
+        batch["state"] = (
+            torch.where(batch["mask"], batch["x"], -1.0)[:, None].expand(-1, 3).clone()
+        )
         assert made.rb.write_back(batch, ["state"]) == int(batch["mask"].sum())
     assert made.states() == {x: [x] * 3 for x in made.states()}
 
@@ -256,9 +346,19 @@ def test_trajectories_are_read_again_only_if_their_ends_are_written():
 
 @pytest.mark.parametrize("outer", [None, lambda inner: SequenceSampler(inner, 2)])
 def test_next_entries_of_joined_steps_are_refused(outer):
-    inner = NStepSampler(ProportionalSampler(CAPACITY), 3, 0.9, reward_key=("next", "reward"))
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=outer(inner) if outer else inner, batch_size=4)
-    following = {"state": torch.arange(9.0), "reward": torch.zeros(9), "done": torch.zeros(9, dtype=torch.bool)}
+    inner = NStepSampler(
+        ProportionalSampler(CAPACITY), 3, 0.9, reward_key=("next", "reward")
+    )
+    rb = ReplayBuffer(
+        storage=PackedStorage(CAPACITY),
+        sampler=outer(inner) if outer else inner,
+        batch_size=4,
+    )
+    following = {
+        "state": torch.arange(9.0),
+        "reward": torch.zeros(9),
+        "done": torch.zeros(9, dtype=torch.bool),
+    }
     rb.extend(TensorDict({"state": torch.arange(9.0), "next": following}, [9]))
     batch = rb.sample()
     assert rb.write_back(batch, ["state"])

@@ -1,4 +1,5 @@
-"""Ctrl-C at any line of a write: it is made, or not made; then the rows that it replaces may be gone."""
+"""Ctrl-C at any line of a write: it is made, or not made; then the rows that it
+replaces may be gone."""
 
 from __future__ import annotations
 
@@ -18,27 +19,55 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import SAMPLERS, copied
 from tests.test_lockstep import stopped
 
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "planned": {}, "dedup": {"share_next": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "planned": {},
+    "dedup": {"share_next": True},
+}
 
 
 def steps(first: int, count: int) -> TensorDict:
-    """Trajectories of 3 steps; the next observation of a row is that of the following one."""
-    seen = torch.arange(first, first + count + 1).float()[:, None].expand(-1, 5).contiguous()
+    """Trajectories of 3 steps; the next observation of a row is that of the following
+    one."""
+    seen = (
+        torch.arange(first, first + count + 1)
+        .float()[:, None]
+        .expand(-1, 5)
+        .contiguous()
+    )
     done = (torch.arange(first, first + count) % 3 == 2)[:, None]
-    rows = {"observation": seen[:-1], "next": {"observation": seen[1:], "done": done, "reward": seen[:-1, :1].clone()}}
+    rows = {
+        "observation": seen[:-1],
+        "next": {
+            "observation": seen[1:],
+            "done": done,
+            "reward": seen[:-1, :1].clone(),
+        },
+    }
     return TensorDict(rows, [count])
 
 
 def state_of(rb: ReplayBuffer) -> dict[str, Any]:
-    state: dict[str, Any] = {"len": len(rb), "count": rb.write_count, "cursor": rb.writer._cursor}
+    state: dict[str, Any] = {
+        "len": len(rb),
+        "count": rb.write_count,
+        "cursor": rb.writer._cursor,
+    }
     rb.storage.ring.check()
     if len(rb):
         rows = written_rows(rb.storage)
         by_age = rows[rb.storage[rows]["observation"][:, 0].argsort()]
-        state["rows"] = {str(key): value.tolist() for key, value in copied(rb.chronological()).items(True, True)}
-        state["reach"] = [part.tolist() for part in TrajectoryIndex(rb.storage).reach(by_age)]
+        state["rows"] = {
+            str(key): value.tolist()
+            for key, value in copied(rb.chronological()).items(True, True)
+        }
+        state["reach"] = [
+            part.tolist() for part in TrajectoryIndex(rb.storage).reach(by_age)
+        ]
         sampler: Any = getattr(rb.sampler, "sampler", rb.sampler)
-        state["priority"] = sampler.priority(by_age).tolist() if hasattr(sampler, "priority") else None
+        state["priority"] = (
+            sampler.priority(by_age).tolist() if hasattr(sampler, "priority") else None
+        )
     return state
 
 
@@ -48,24 +77,41 @@ def without_oldest(state: dict[str, Any], count: int) -> dict[str, Any]:
     back, ahead, ended = (values[count:] for values in state["reach"])
     back = [min(steps, at) for at, steps in enumerate(back)]
     priority = None if state["priority"] is None else state["priority"][count:]
-    return state | {"len": state["len"] - count, "rows": rows, "reach": [back, ahead, ended], "priority": priority}
+    return state | {
+        "len": state["len"] - count,
+        "rows": rows,
+        "reach": [back, ahead, ended],
+        "priority": priority,
+    }
 
 
 @pytest.fixture
 def handler() -> Iterator[Any]:
-    """Python's own handler of Ctrl-C; TorchRL's memory-mapped storages install one that gives way to it."""
+    """Python's own handler of Ctrl-C; TorchRL's memory-mapped storages install one that
+    gives way to it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("every", [37, pytest.param(5, marks=pytest.mark.slow)], ids=["some lines", "many lines"])
+@pytest.mark.parametrize(
+    "every",
+    [37, pytest.param(5, marks=pytest.mark.slow)],
+    ids=["some lines", "many lines"],
+)
 @pytest.mark.parametrize("operation", ["extend", "add", "empty"])
-@pytest.mark.parametrize(("kind", "sampler"), [("plain", "uniform"), ("planned", "rank"), ("dedup", "n-step")])
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [("plain", "uniform"), ("planned", "rank"), ("dedup", "n-step")],
+)
 def test_an_interrupted_write_is_made_or_loses_at_most_the_rows_that_it_replaces(
     kind: str, sampler: str, operation: str, every: int, handler: Any
 ) -> None:
-    made = ReplayBuffer(storage=PackedStorage(7, **KINDS[kind]), sampler=SAMPLERS[sampler](7), batch_size=2)
+    made = ReplayBuffer(
+        storage=PackedStorage(7, **KINDS[kind]),
+        sampler=SAMPLERS[sampler](7),
+        batch_size=2,
+    )
     made.extend(steps(0, 9))
     made.sample()
     if sampler != "uniform":
@@ -108,11 +154,18 @@ def test_an_interrupted_write_is_made_or_loses_at_most_the_rows_that_it_replaces
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
-def test_an_interrupted_update_changes_rows_and_new_rows_together(sampler: str, handler: Any) -> None:
-    rb = ReplayBuffer(storage=PackedStorage(9), sampler=SAMPLERS[sampler](9), batch_size=4)
+def test_an_interrupted_update_changes_rows_and_new_rows_together(
+    sampler: str, handler: Any
+) -> None:
+    rb = ReplayBuffer(
+        storage=PackedStorage(9), sampler=SAMPLERS[sampler](9), batch_size=4
+    )
     rb.extend(steps(0, 6))
     batch, td_error = rb.sample(), torch.ones(4)
-    updates = [rb.update_tensordict_priority, lambda batch: rb.update_priority(batch["index"], batch["td_error"])]
+    updates = [
+        rb.update_tensordict_priority,
+        lambda batch: rb.update_priority(batch["index"], batch["td_error"]),
+    ]
     for update in updates:
         for line in count(1, 7):
             batch["td_error"], done = td_error.add_(1.0), False
@@ -120,6 +173,9 @@ def test_an_interrupted_update_changes_rows_and_new_rows_together(sampler: str, 
                 update(batch)
                 done = True
             assert done == (stopper.left > 0), line
-            assert rb.sampler.default_priority == rb.sampler.priority(torch.arange(6)).max()
+            assert (
+                rb.sampler.default_priority
+                == rb.sampler.priority(torch.arange(6)).max()
+            )
             if done:
                 break

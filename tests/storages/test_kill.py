@@ -1,4 +1,5 @@
-"""A process is killed (SIGKILL) at any line of its work: it has done all or nothing, and blocks nobody."""
+"""A process is killed (SIGKILL) at any line of its work: it has done all or nothing,
+and blocks nobody."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter, TrajectoryIndex
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    TrajectoryIndex,
+)
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.rows import PlainRows
 from tests.test_lockstep import Machine, forked, stopped
@@ -25,12 +33,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of forks beside threads
 ]
 CAPACITY = 24
-some_lines = pytest.mark.parametrize("every", [211, pytest.param(59, marks=pytest.mark.slow)], ids=["some", "many"])
+some_lines = pytest.mark.parametrize(
+    "every", [211, pytest.param(59, marks=pytest.mark.slow)], ids=["some", "many"]
+)
 
 
 def rows(first: int, count: int) -> TensorDict:
     number = torch.arange(first, first + count)
-    return TensorDict({"x": number, "y": -number, "next": {"done": (number % 4 == 3)[:, None]}}, [count])
+    return TensorDict(
+        {"x": number, "y": -number, "next": {"done": (number % 4 == 3)[:, None]}},
+        [count],
+    )
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -43,7 +56,8 @@ def killed(work: Callable[[], object]) -> None:
 
 
 def killed_at(line: int, work: Callable[[], object]) -> bool:
-    """Do ``work`` in a child that dies at a line of the package; return whether it came so far."""
+    """Do ``work`` in a child that dies at a line of the package; return whether it came
+    so far."""
 
     def child() -> None:
         with stopped(line, signal.SIGKILL):
@@ -77,7 +91,8 @@ def _not_blocked() -> Iterator[None]:
 
 
 def shared(form: str, kind: str, folder: Path) -> Machine:
-    """Return a full buffer in shared memory, whose calls are compiled, beside its model."""
+    """Return a full buffer in shared memory, whose calls are compiled, beside its
+    model."""
     machine = Machine(form, kind, folder, seed=3)
     machine.extend(20, 0)
     for operation in (machine.share, machine.extend, machine.update, machine.add):
@@ -101,7 +116,9 @@ def test_a_write_that_was_not_finished_loses_at_most_the_rows_that_it_replaces(
 ) -> None:
     machine = shared(form, kind, tmp_path)
     for line in count(1, every):
-        is_killed = machine.in_child(line, line, line, then=partial(killed_at, line % 60, machine.rb.sample))
+        is_killed = machine.in_child(
+            line, line, line, then=partial(killed_at, line % 60, machine.rb.sample)
+        )
         machine.check(looks=True)
         machine.sample(0, 0)
         if is_killed:
@@ -113,7 +130,9 @@ def test_a_write_that_was_not_finished_loses_at_most_the_rows_that_it_replaces(
 
 @some_lines
 @pytest.mark.parametrize("form", ["shared", "shared lanes, frames"])
-def test_emptying_is_done_or_not_and_a_draw_changes_nothing(form: str, every: int, tmp_path: Path) -> None:
+def test_emptying_is_done_or_not_and_a_draw_changes_nothing(
+    form: str, every: int, tmp_path: Path
+) -> None:
     machine = shared(form, "uniform", tmp_path)
     for work in (machine.rb.sample, machine.rb.empty):
         for line in count(1, every // 4):
@@ -129,16 +148,30 @@ def test_emptying_is_done_or_not_and_a_draw_changes_nothing(form: str, every: in
 @some_lines
 @pytest.mark.parametrize(
     ("how", "share_next"),
-    [("a state", True), ("a dump", False), pytest.param("a state of plain rows", True, marks=pytest.mark.slow)],
+    [
+        ("a state", True),
+        ("a dump", False),
+        pytest.param("a state of plain rows", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_load_that_was_not_finished_leaves_all_rows_or_none(
     how: str, share_next: bool, every: int, tmp_path: Path
 ) -> None:
     def buffer(first: int, share_next: bool = share_next) -> ReplayBuffer:
         storage = PackedStorage(CAPACITY, share_next=share_next)
-        rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=8)
+        rb = ReplayBuffer(
+            storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=8
+        )
         number = torch.arange(first, first + 31).repeat_interleave(4).view(31, 4)
-        rb.extend(TensorDict({"x": number[:-1], "next": {"x": number[1:], "done": number[1:, :1] < 0}}, [30]))
+        rb.extend(
+            TensorDict(
+                {
+                    "x": number[:-1],
+                    "next": {"x": number[1:], "done": number[1:, :1] < 0},
+                },
+                [30],
+            )
+        )
         return rb
 
     rb, other = buffer(0), buffer(500, share_next and how == "a state")
@@ -146,7 +179,10 @@ def test_a_load_that_was_not_finished_leaves_all_rows_or_none(
     other.dumps(tmp_path)
     rb.share()
     for line in count(1, 2 * every):
-        is_killed = killed_at(line, lambda: rb.load_state_dict(state) if "state" in how else rb.loads(tmp_path))
+        is_killed = killed_at(
+            line,
+            lambda: rb.load_state_dict(state) if "state" in how else rb.loads(tmp_path),
+        )
         is_loaded = False
         if len(rb):
             stored = rb.chronological()
@@ -166,7 +202,9 @@ def test_a_load_that_was_not_finished_leaves_all_rows_or_none(
 def make(sampler: str, writer: Any = None) -> ReplayBuffer:
     kinds: dict[str, Any] = {"proportional": ProportionalSampler, "rank": RankSampler}
     storage = PackedStorage(CAPACITY)
-    rb = ReplayBuffer(storage=storage, sampler=kinds[sampler](CAPACITY), writer=writer, batch_size=8)
+    rb = ReplayBuffer(
+        storage=storage, sampler=kinds[sampler](CAPACITY), writer=writer, batch_size=8
+    )
     for first in range(0, 30, 5):
         rb.extend(rows(first, 5))
     return rb.share()
@@ -188,8 +226,11 @@ class Deadly:
 
 
 def call_within_a_write(rb: ReplayBuffer, what: str, work: Callable[..., None]) -> None:
-    """Let the next compiled write call ``work``, before it publishes rows ("write_entries"), or after ("enter")."""
-    plan: Any = rb.storage.write_plan or rb.storage._plan_writes(TensorDict(), False, None, False)
+    """Let the next compiled write call ``work``, before it publishes rows
+    ("write_entries"), or after ("enter")."""
+    plan: Any = rb.storage.write_plan or rb.storage._plan_writes(
+        TensorDict(), False, None, False
+    )
     plan.work = CFUNCTYPE(None, c_int64)(work)
     plan.ring_record[what] = cast(plan.work, c_void_p).value
 
@@ -207,9 +248,13 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         die_in = spoil if sampler == "proportional" else lose
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
             monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
-        monkeypatch.setattr(f"rlbuf_td.samplers.{sampler}._update_loop", lambda: Deadly(die_in))
+        monkeypatch.setattr(
+            f"rlbuf_td.samplers.{sampler}._update_loop", lambda: Deadly(die_in)
+        )
         call_within_a_write(rb, "enter", die_in)
-        rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
+        rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(
+            rows(30, 6)
+        )
 
     def spoil(*_: Any) -> None:
         rb.sampler.rule.table.magnitude[:3] = 77.0
@@ -217,7 +262,8 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
 
     def lose(*_: Any) -> None:
         order = rb.sampler.rule.table.tensors
-        order["bits"][:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
+        # rows that are taken out of the order, to be put in again elsewhere
+        order["bits"][:3] = -1082130432
         order["size"][0] -= 3
         die()
 
@@ -230,7 +276,9 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
     check_priorities(rb)
 
 
-def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replaces() -> None:
+def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replaces() -> (
+    None
+):
     rb = make("proportional")
     rb.extend(rows(30, 1))  # later ones are compiled
     rb.storage.episodes_now().end()
@@ -243,7 +291,8 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     assert rb.chronological()["x"].tolist() == [*range(12, 31)]
     assert rb.write_count == 31
     check_priorities(rb)
-    for index in (torch.arange(CAPACITY), 7 - CAPACITY, [7], slice(None), slice(5, 8)):  # the slots 7 to 11 are empty
+    # the slots 7 to 11 are empty
+    for index in (torch.arange(CAPACITY), 7 - CAPACITY, [7], slice(None), slice(5, 8)):
         with pytest.raises(IndexError, match="step 7 of lane 0 is gone"):
             rb.storage.get(index)
     assert rb[12:]["x"].tolist() == [*range(12, 24)]
@@ -264,19 +313,28 @@ def test_flow_control_counts_the_rows_of_finished_writes_only() -> None:
             break
 
 
-def half_replaced_then_die(rows_: PlainRows, cells: Any, leaves: list[torch.Tensor]) -> None:
+def half_replaced_then_die(
+    rows_: PlainRows, cells: Any, leaves: list[torch.Tensor]
+) -> None:
     rows_.layout.columns(rows_.flat)[0][torch.from_numpy(cells)] = leaves[0]
     die()
 
 
-def test_a_killed_write_to_a_reservoir_loses_at_most_the_rows_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_write_to_a_reservoir_loses_at_most_the_rows_that_it_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rb = make("proportional", ReservoirWriter())
     for line in count(1, 97):
-        before, priorities = rb.storage[:].clone(), rb.sampler.priority(torch.arange(len(rb)))
+        before, priorities = (
+            rb.storage[:].clone(),
+            rb.sampler.priority(torch.arange(len(rb))),
+        )
         with monkeypatch.context() as patch:
             if line % 2:
                 patch.setattr(PlainRows, "replace_cells_", half_replaced_then_die)
-            is_killed = killed_at(line // 2 * 2 + 1, lambda line=line: rb.extend(rows(1_000 * line, 40)))
+            is_killed = killed_at(
+                line // 2 * 2 + 1, lambda line=line: rb.extend(rows(1_000 * line, 40))
+            )
         rb.sample()
         stored = rb.storage[:]
         assert torch.equal(stored["y"], -stored["x"])

@@ -1,4 +1,5 @@
-"""Lanes that advance alone, against the model; ``test_lockstep.py`` writes to them in every order."""
+"""Lanes that advance alone, against the model; ``test_lockstep.py`` writes to them in
+every order."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement, SliceSampler
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
 
 from rlbuf_td import (
     EpisodeSampler,
@@ -32,8 +38,15 @@ from tests.statistics import assert_follows
 from tests.test_composition import RECIPES, check
 
 
-def unlike(sampler: Any = None, seed: int = 0, steps: int = 12, often: float = 0.1, **options: Any) -> World:
-    """Return a buffer whose lanes hold 1, 5 and 12 rows, the last of a lane that was written 30 times."""
+def unlike(
+    sampler: Any = None,
+    seed: int = 0,
+    steps: int = 12,
+    often: float = 0.1,
+    **options: Any,
+) -> World:
+    """Return a buffer whose lanes hold 1, 5 and 12 rows, the last of a lane that was
+    written 30 times."""
     storage = PackedStorage(3 * steps, ndim=2, lanes=3)
     rb = ReplayBuffer(storage=storage, sampler=sampler or UniformSampler(), **options)
     world = World(rb, Model(steps, 3), seed, (often, 0.05, 0.0), ids=False)
@@ -46,19 +59,29 @@ KINDS = ["uniform", "proportional", "rank", "recency", "fresh over proportional"
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"), [(kind, "plain") for kind in KINDS] + [(KINDS[j % 5], name) for j, name in enumerate(RECIPES)]
+    ("kind", "recipe"),
+    [(kind, "plain") for kind in KINDS]
+    + [(KINDS[j % 5], name) for j, name in enumerate(RECIPES)],
 )
-def test_batches_and_laws_hold_in_lanes_of_unlike_lengths(kind: str, recipe: str) -> None:
+def test_batches_and_laws_hold_in_lanes_of_unlike_lengths(
+    kind: str, recipe: str
+) -> None:
     check(kind, RECIPES[recipe], 2, "unlike lanes", "ours")
 
 
 def test_random_goals_come_from_all_written_rows_alike() -> None:
-    world = unlike(HindsightSampler(UniformSampler(), m.reward_fn, her_ratio=1.0, strategy="random"))
+    world = unlike(
+        HindsightSampler(
+            UniformSampler(), m.reward_fn, her_ratio=1.0, strategy="random"
+        )
+    )
     goals = torch.cat([world.rb.sample(1_000)["desired_goal"][:, 0] for _ in range(50)])
     outcomes = torch.tensor([row.fields[m.OUTCOME][0] for row in world.model.rows()])
     counts = (goals[:, None] == outcomes).sum(0)
     assert int(counts.sum()) == len(goals)
-    assert_follows(counts, torch.full((len(outcomes),), 1 / len(outcomes), dtype=torch.float64))
+    assert_follows(
+        counts, torch.full((len(outcomes),), 1 / len(outcomes), dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
@@ -66,20 +89,33 @@ def test_a_second_buffer_gives_priorities_to_written_rows_only(sampler: Any) -> 
     world = unlike()
     other = ReplayBuffer(storage=world.rb.storage, sampler=sampler(36))
     written = [world.model.flat(row) for row in world.model.rows()]
-    assert (other.sampler.priority(torch.arange(36)) >= 0).nonzero().flatten().tolist() == written
+    assert (
+        other.sampler.priority(torch.arange(36)) >= 0
+    ).nonzero().flatten().tolist() == written
     assert len(other.sample(16)) == 16
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 @pytest.mark.parametrize("largest", [7.7, 1e39])
-def test_new_rows_of_single_lanes_get_the_largest_magnitude(sampler: Any, largest: float) -> None:
-    rb = ReplayBuffer(storage=PackedStorage(300, ndim=2, lanes=3), sampler=sampler(300), batch_size=4)
+def test_new_rows_of_single_lanes_get_the_largest_magnitude(
+    sampler: Any, largest: float
+) -> None:
+    rb = ReplayBuffer(
+        storage=PackedStorage(300, ndim=2, lanes=3), sampler=sampler(300), batch_size=4
+    )
     rb.extend(TensorDict({"x": torch.arange(10)}, [10]), lanes=1)
-    rb.update_priority(rb.sample()["index"][:1], torch.tensor([largest], dtype=torch.float64))
+    rb.update_priority(
+        rb.sample()["index"][:1], torch.tensor([largest], dtype=torch.float64)
+    )
     stored = min(largest, torch.finfo(torch.float32).max)
     for count in (1, 2, 5, 5):  # torch serves the first write, compiled code the others
-        index = rb.extend(TensorDict({"x": torch.arange(count)}, [count]), lanes=torch.arange(count) % 2 * 2)
-        assert rb.sampler.priority(index, storage=rb.storage).tolist() == pytest.approx([stored] * count, rel=1e-6)
+        index = rb.extend(
+            TensorDict({"x": torch.arange(count)}, [count]),
+            lanes=torch.arange(count) % 2 * 2,
+        )
+        assert rb.sampler.priority(index, storage=rb.storage).tolist() == pytest.approx(
+            [stored] * count, rel=1e-6
+        )
     assert "extend" in rb.compiled.partition("not")[0]
 
 
@@ -88,11 +124,14 @@ def test_whole_episodes_of_lanes_of_unlike_lengths_are_drawn(by: Any) -> None:
     for seed in range(4):
         world = unlike(EpisodeSampler(by=by), seed, often=0.3)
         world.append([1] * 4 + [2] * 9)
-        wanted = {world.model.cell(whole[0]): len(whole) for whole in world.model.whole()}
+        wanted = {
+            world.model.cell(whole[0]): len(whole) for whole in world.model.whole()
+        }
         batch = world.rb.sample(300)
         first = map(tuple, batch["index"][:, 0].tolist())
         found = dict(zip(first, batch["mask"].sum(1).tolist(), strict=True))
-        # A lane that got more rows at once than it holds may not know whether its oldest row begins an episode.
+        # A lane that got more rows at once than it holds may not know whether its
+        # oldest row begins an episode.
         oldest = {world.model.cell(rows[0]) for rows in world.model.rows_of}
         assert {cell: found[cell] for cell in found.keys() - oldest} == {
             cell: wanted[cell] for cell in wanted.keys() - oldest
@@ -119,19 +158,28 @@ def act(lane: Any, steps: int, is_killed: bool) -> None:
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_an_actor_that_replaces_another_begins_an_episode(is_killed: bool) -> None:
-    """Also in mid-episode of a process that was killed, whose handle another process inherits."""
-    rb = ReplayBuffer(storage=PackedStorage(100, ndim=2, lanes=2), sampler=NStepSampler(UniformSampler(), 3, 1.0))
+    """Also in mid-episode of a process that was killed, whose handle another process
+    inherits."""
+    rb = ReplayBuffer(
+        storage=PackedStorage(100, ndim=2, lanes=2),
+        sampler=NStepSampler(UniformSampler(), 3, 1.0),
+    )
     rb = rb.share() if is_killed else rb
     other, inherited = rb.lane(1), rb.lane(0)
     for steps in (5, 7):
         act(other, 1, False)  # goes on with its episode
         if is_killed:
-            actor = mp.get_context("fork").Process(target=act, args=(inherited, steps, steps == 5))
+            actor = mp.get_context("fork").Process(
+                target=act, args=(inherited, steps, steps == 5)
+            )
             actor.start()
             actor.join(60)
         else:
             act(rb.lane(0), steps, False)
-    lengths = [TrajectoryIndex(rb.storage).length(torch.arange(length) * 2 + e) for e, length in ((0, 12), (1, 2))]
+    lengths = [
+        TrajectoryIndex(rb.storage).length(torch.arange(length) * 2 + e)
+        for e, length in ((0, 12), (1, 2))
+    ]
     assert [each.tolist() for each in lengths] == [[5] * 5 + [7] * 7, [2, 2]]
     batch = rb.sample(500)
     at_end = batch["index"][:, 0] == 4
@@ -140,7 +188,9 @@ def test_an_actor_that_replaces_another_begins_an_episode(is_killed: bool) -> No
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_lanes_may_be_an_entry_of_the_data(shared: bool) -> None:
-    rb = ReplayBuffer(storage=PackedStorage(80, ndim=2, lanes=4, shared=shared), lane_key="env_id")
+    rb = ReplayBuffer(
+        storage=PackedStorage(80, ndim=2, lanes=4, shared=shared), lane_key="env_id"
+    )
     world = World(rb, Model(20, 4))
 
     def write(*lanes: int, shape: tuple[int, ...] = (-1,)) -> Any:
@@ -159,17 +209,30 @@ def test_lanes_may_be_an_entry_of_the_data(shared: bool) -> None:
 
 def test_torchrls_random_sampler_draws_only_written_rows() -> None:
     world = unlike()
-    theirs = TensorDictReplayBuffer(storage=world.rb.storage, sampler=RandomSampler(), batch_size=2_000)
+    theirs = TensorDictReplayBuffer(
+        storage=world.rb.storage, sampler=RandomSampler(), batch_size=2_000
+    )
     seen, counts = theirs.sample()["observation"][:, 0].unique(return_counts=True)
-    assert seen.tolist() == sorted(row.fields["observation",][0] for row in world.model.rows())
+    assert seen.tolist() == sorted(
+        row.fields["observation",][0] for row in world.model.rows()
+    )
     assert_follows(counts, torch.full((18,), 1 / 18, dtype=torch.float64))
 
 
 def test_torchrls_samplers_that_draw_holes_are_refused() -> None:
     strict = SliceSampler(slice_len=2, end_key=("next", "done"), strict_length=False)
-    for sampler in (SamplerWithoutReplacement(), PrioritizedSampler(36, 0.6, 0.4), strict):
-        theirs = TensorDictReplayBuffer(storage=unlike().rb.storage, sampler=sampler, batch_size=4_000)
-        with pytest.raises(IndexError, match=r"has not been written.*all but RandomSampler draw such rows: use"):
+    for sampler in (
+        SamplerWithoutReplacement(),
+        PrioritizedSampler(36, 0.6, 0.4),
+        strict,
+    ):
+        theirs = TensorDictReplayBuffer(
+            storage=unlike().rb.storage, sampler=sampler, batch_size=4_000
+        )
+        with pytest.raises(
+            IndexError,
+            match=r"has not been written.*all but RandomSampler draw such rows: use",
+        ):
             theirs.sample()
 
 
@@ -178,7 +241,10 @@ def test_a_state_goes_into_another_capacity_unless_a_lane_is_full() -> None:
         world = unlike(ProportionalSampler(60), steps=12)
         world.empty()
         world.append([1] * 3 + [2] * 7)
-        other = ReplayBuffer(storage=PackedStorage(3 * steps, ndim=2, lanes=3), sampler=ProportionalSampler(60))
+        other = ReplayBuffer(
+            storage=PackedStorage(3 * steps, ndim=2, lanes=3),
+            sampler=ProportionalSampler(60),
+        )
         other.load_state_dict(world.rb.state_dict())
         world.model.resize(steps)
         world.rb = other
@@ -186,9 +252,17 @@ def test_a_state_goes_into_another_capacity_unless_a_lane_is_full() -> None:
             m.assert_holds(other, world.model)
             world.append([world.rng.randrange(3) for _ in range(11)])
     state = unlike().rb.state_dict()
-    for steps, lanes, words in ((20, 3, "not 20; rb.dumps and"), (8, 3, "rb.dumps and"), (12, 4, r"\(3,\) do not fit")):
+    for steps, lanes, words in (
+        (20, 3, "not 20; rb.dumps and"),
+        (8, 3, "rb.dumps and"),
+        (12, 4, r"\(3,\) do not fit"),
+    ):
         other = ReplayBuffer(storage=PackedStorage(lanes * steps, ndim=2, lanes=lanes))
-        other.storage.reserve(m.as_tensordict([World(other, Model(steps, lanes), ids=False).make(0)] * lanes))
+        other.storage.reserve(
+            m.as_tensordict(
+                [World(other, Model(steps, lanes), ids=False).make(0)] * lanes
+            )
+        )
         with pytest.raises(ValueError, match=words):
             other.load_state_dict(state)
         assert len(other) == 0
@@ -196,8 +270,12 @@ def test_a_state_goes_into_another_capacity_unless_a_lane_is_full() -> None:
 
 def test_a_mixture_writes_to_lanes_of_a_member() -> None:
     world = unlike()
-    mixture = ReplayBufferMixture({"one": world.rb}, {"one": 1.0}, writes_to="one", batch_size=4)
+    mixture = ReplayBufferMixture(
+        {"one": world.rb}, {"one": 1.0}, writes_to="one", batch_size=4
+    )
     rows = [world.make(lane) for lane in (0, 1, 0)]
     mixture.extend(m.as_tensordict(rows), lanes=[0, 1, 0])
-    world.tell([*zip((0, 1, 0), rows, strict=True)], torch.tensor([[1, 0], [5, 1], [2, 0]]))
+    world.tell(
+        [*zip((0, 1, 0), rows, strict=True)], torch.tensor([[1, 0], [5, 1], [2, 0]])
+    )
     m.assert_holds(world.rb, world.model, episodes=False)

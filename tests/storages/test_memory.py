@@ -1,4 +1,5 @@
-"""Where rows live (RAM, shared memory, files), and that a buffer for which there is no room is not begun."""
+"""Where rows live (RAM, shared memory, files), and that a buffer for which there is no
+room is not begun."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SchemaError
+from rlbuf_td import (
+    MemoryWarning,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SchemaError,
+)
 from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE
@@ -28,7 +36,9 @@ PLACES = ["RAM", "shared", "file"]
 
 def stored(place: str, folder: Path, *, ndim: int = 1, steps: int = 3) -> Any:
     scratch_dir = folder / "rows" if place == "file" else None
-    storage = PackedStorage(5 * ndim, ndim=ndim, shared=place == "shared", scratch_dir=scratch_dir)
+    storage = PackedStorage(
+        5 * ndim, ndim=ndim, shared=place == "shared", scratch_dir=scratch_dir
+    )
     if steps:
         storage.set(range(steps), transitions(NESTED, steps, (2,) * (ndim - 1)))
     return storage
@@ -36,21 +46,29 @@ def stored(place: str, folder: Path, *, ndim: int = 1, steps: int = 3) -> Any:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_rows_are_the_same_wherever_they_live(place: str, ndim: int, tmp_path: Path) -> None:
+def test_rows_are_the_same_wherever_they_live(
+    place: str, ndim: int, tmp_path: Path
+) -> None:
     storage = stored(place, tmp_path, ndim=ndim)
     data = transitions(NESTED, 3, (2,) * (ndim - 1))
     assert_same(storage[:], data)
     assert_same(storage[torch.tensor([2, 0])], data[torch.tensor([2, 0])])
     assert (storage.shared_rows is not None) == (place == "shared")
     assert not storage[torch.tensor([0])]["first"].is_shared()
-    assert {"RAM": "cpu", "shared": "shared memory", "file": "mapped file"}[place] in repr(storage)
+    assert {"RAM": "cpu", "shared": "shared memory", "file": "mapped file"}[
+        place
+    ] in repr(storage)
 
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_rows_live_on_the_device_asked_for(device: torch.device, auto: bool) -> None:
     storage = PackedStorage(5, device="auto" if auto else device)
     storage.set(range(3), transitions(NESTED, 3, device=device))
-    for place in (torch.device(storage.device), storage["first"].device, storage[[0]]["first"].device):
+    for place in (
+        torch.device(storage.device),
+        storage["first"].device,
+        storage[[0]]["first"].device,
+    ):
         assert place.type == device.type
     storage.set([3], transitions(NESTED, 1))
     assert_same(storage[3], transitions(NESTED, 1)[0])
@@ -67,12 +85,16 @@ def test_only_what_users_do_to_views_counts_as_an_edit(device: str) -> None:
     assert storage.revision == before + 2
 
 
-def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(tmp_path: Path) -> None:
+def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(
+    tmp_path: Path,
+) -> None:
     storage = stored("file", tmp_path)
     path = tmp_path / "rows" / ROWS_FILE
     assert path.stat().st_size == storage.nbytes == 5 * storage.row_bytes
     storage.set([4, 3], transitions(NESTED, 2, seed=3))
-    on_disk = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(5, -1)
+    on_disk = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(
+        5, -1
+    )
     assert torch.equal(on_disk, storage.rows.matrix.view(torch.uint8))
 
 
@@ -92,7 +114,11 @@ def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
     storage = stored("file", tmp_path, steps=0)
     data = transitions(NESTED, 3)
-    for bad, cursor in ((data.clone().set("s", "text"), range(3)), (data, range(2)), (data, range(1, 4))):
+    for bad, cursor in (
+        (data.clone().set("s", "text"), range(3)),
+        (data, range(2)),
+        (data, range(1, 4)),
+    ):
         with pytest.raises((SchemaError, IndexError)):
             storage.set(cursor, bad)
         assert not (tmp_path / "rows").exists()
@@ -100,7 +126,9 @@ def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "rows" / ROWS_FILE).exists()
 
 
-def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(
+    tmp_path, monkeypatch
+):
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -136,7 +164,8 @@ MEMINFO = f"MemTotal: {8 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {6 << 2
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that writes the files of a system, 8 GiB with 6 free and 2 of swap."""
+    """Return a function that writes the files of a system, 8 GiB with 6 free and 2 of
+    swap."""
     monkeypatch.setattr(_room, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(_room, "_CGROUPS", tmp_path / "cgroup")
 
@@ -149,20 +178,39 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def limits(folder: str, limit: int | str, used: int, stat: str = "", version: int = 2) -> dict[str, str]:
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    files = dict(zip(names, (limit, used), strict=True)) | ({"memory.stat": stat} if stat else {})
+def limits(
+    folder: str, limit: int | str, used: int, stat: str = "", version: int = 2
+) -> dict[str, str]:
+    names = (
+        ("memory.max", "memory.current")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    files = dict(zip(names, (limit, used), strict=True)) | (
+        {"memory.stat": stat} if stat else {}
+    )
     return {f"cgroup{folder}/{name}": f"{text}\n" for name, text in files.items()}
 
 
 SYSTEMS: dict[str, tuple[dict[str, str], Room]] = {
-    "available memory is free, swap counts in the total": ({}, Room("RAM", 6 * GIB, 10 * GIB)),
-    "an old kernel tells the total alone": ({"proc/meminfo": "MemTotal: 1024 kB\n"}, Room("RAM", 1 << 20, 1 << 20)),
+    "available memory is free, swap counts in the total": (
+        {},
+        Room("RAM", 6 * GIB, 10 * GIB),
+    ),
+    "an old kernel tells the total alone": (
+        {"proc/meminfo": "MemTotal: 1024 kB\n"},
+        Room("RAM", 1 << 20, 1 << 20),
+    ),
     "the tightest group limits, and its file caches can be dropped": (
         {
             "proc/self/cgroup": "0::/slice/job\n",
             **limits("", "max", 1),
-            **limits("/slice", 4 * GIB, 3 * GIB, f"anon 7\ninactive_file {GIB // 4}\nactive_file {GIB // 4}"),
+            **limits(
+                "/slice",
+                4 * GIB,
+                3 * GIB,
+                f"anon 7\ninactive_file {GIB // 4}\nactive_file {GIB // 4}",
+            ),
             **limits("/slice/job", 5 * GIB, GIB),
         },
         Room("RAM", 3 * GIB // 2, 4 * GIB),
@@ -170,42 +218,63 @@ SYSTEMS: dict[str, tuple[dict[str, str], Room]] = {
     "groups of version 1, by a path that is that outside a container": (
         {
             "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
-            **limits("/memory", 2 * GIB, GIB, f"inactive_file 1\ntotal_inactive_file {GIB // 2}", version=1),
+            **limits(
+                "/memory",
+                2 * GIB,
+                GIB,
+                f"inactive_file 1\ntotal_inactive_file {GIB // 2}",
+                version=1,
+            ),
         },
         Room("RAM", 3 * GIB // 2, 2 * GIB),
     ),
     "a group without a limit": (
-        {"proc/self/cgroup": "4:memory:/\n", **limits("/memory", 9223372036854771712, 123, version=1)},
+        {
+            "proc/self/cgroup": "4:memory:/\n",
+            **limits("/memory", 9223372036854771712, 123, version=1),
+        },
         Room("RAM", 6 * GIB, 10 * GIB),
     ),
 }
 
 
 @pytest.mark.parametrize(("files", "expected"), SYSTEMS.values(), ids=SYSTEMS)
-def test_memory_is_read_where_the_system_tells_it(system: Any, files: dict[str, str], expected: Room) -> None:
+def test_memory_is_read_where_the_system_tells_it(
+    system: Any, files: dict[str, str], expected: Room
+) -> None:
     system(**files)
     assert _room.ram() == expected
 
 
-def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(system, tmp_path, monkeypatch):
+def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(
+    system, tmp_path, monkeypatch
+):
     system()
     monkeypatch.setattr(_room, "_SHARED", tmp_path)
-    for free, total, expected in ((GIB, 2 * GIB, (GIB, 2 * GIB)), (99 * GIB, 99 * GIB, (6 * GIB, 10 * GIB))):
+    for free, total, expected in (
+        (GIB, 2 * GIB, (GIB, 2 * GIB)),
+        (99 * GIB, 99 * GIB, (6 * GIB, 10 * GIB)),
+    ):
         usage = type("", (), {"free": free, "total": total})
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         room = _room.shared_tensors()
         assert (room.free, room.total) == expected
-    assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)  # as large as RAM
+    # as large as RAM
+    assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)
 
 
 def step(n: int = 2) -> TensorDict:
     pixels = torch.zeros(n, 3, 64, 64, dtype=torch.uint8)
-    return TensorDict({"pixels": pixels, "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
+    return TensorDict(
+        {"pixels": pixels, "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n]
+    )
 
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20))
+    monkeypatch.setattr(
+        _room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20)
+    )
 
 
 @pytest.mark.usefixtures("crowded")
@@ -224,12 +293,26 @@ def test_a_buffer_that_will_not_fit_warns_once_with_numbers_and_remedy() -> None
 @pytest.mark.parametrize(
     ("settings", "kind", "words"),
     [
-        ({"max_size": 2_000}, MemoryError, "2,000 rows of .* take 23.* in all.*scratch_dir"),
-        ({"max_size": 2_000, "shared": True}, MemoryError, "2,000 rows of .* take 23.* in all.*scratch_dir"),
-        ({"max_size": 1_000, "scratch_dir": "rows"}, OSError, "1,000 rows of .* another scratch_dir"),
+        (
+            {"max_size": 2_000},
+            MemoryError,
+            "2,000 rows of .* take 23.* in all.*scratch_dir",
+        ),
+        (
+            {"max_size": 2_000, "shared": True},
+            MemoryError,
+            "2,000 rows of .* take 23.* in all.*scratch_dir",
+        ),
+        (
+            {"max_size": 1_000, "scratch_dir": "rows"},
+            OSError,
+            "1,000 rows of .* another scratch_dir",
+        ),
     ],
 )
-def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(settings, kind, words, tmp_path):
+def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(
+    settings, kind, words, tmp_path
+):
     if "scratch_dir" in settings:
         settings = settings | {"scratch_dir": tmp_path / "rows"}
     storage = PackedStorage(**settings)
@@ -239,12 +322,19 @@ def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(settings, ki
     assert not list(tmp_path.iterdir())
 
 
-def test_written_rows_that_do_not_fit_into_memory_twice_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_rows_that_do_not_fit_into_memory_twice_are_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rb, fewer = (ReplayBuffer(storage=PackedStorage(900)) for _ in range(2))
     rb.extend(step(900))
     fewer.extend(step(2))
-    monkeypatch.setattr(_room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20))
-    with pytest.raises(MemoryError, match=r"A copy of the written rows .* 10.\d MiB, .*Share the rows before"):
+    monkeypatch.setattr(
+        _room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20)
+    )
+    with pytest.raises(
+        MemoryError,
+        match=r"A copy of the written rows .* 10.\d MiB, .*Share the rows before",
+    ):
         rb.share()
     assert rb.storage.shared_rows is None
     rb.extend(step(900))
@@ -257,7 +347,9 @@ def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     rb = ReplayBuffer.from_schema(step()[0], 200, shared=True)  # 2.4 MiB
     rb.extend(step(200))
-    prioritized = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(200_000))
+    prioritized = ReplayBuffer(
+        storage=PackedStorage(100), sampler=ProportionalSampler(200_000)
+    )
     prioritized.extend(step())
     words = r"Priorities and trajectories of a shared buffer take 1.9 MiB, .* 1.0 MiB of shared memory .*--shm-size"
     with pytest.raises(MemoryError, match=words):
@@ -269,6 +361,9 @@ def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monke
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 def test_priorities_that_cannot_be_had_are_refused(sampler: Any) -> None:
-    with pytest.raises(MemoryError, match=r"Priorities of 2,000,000 rows take (18|38|39).* free .*max_capacity"):
+    with pytest.raises(
+        MemoryError,
+        match=r"Priorities of 2,000,000 rows take (18|38|39).* free .*max_capacity",
+    ):
         sampler(2_000_000)
     assert sampler(100_000)._max_capacity == 100_000

@@ -1,4 +1,5 @@
-"""PackedStorage: each index and cursor, each form of data, gives what TorchRL's LazyTensorStorage gives; its rows."""
+"""PackedStorage: each index and cursor, each form of data, gives what TorchRL's
+LazyTensorStorage gives; its rows."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ STEPS = 7
 LANES = {1: (), 2: (3,), 3: (3, 2)}
 
 
-def filled(ndim: int, full: bool, schema: Schema, device: Any = "cpu") -> tuple[PackedStorage, LazyTensorStorage]:
+def filled(
+    ndim: int, full: bool, schema: Schema, device: Any = "cpu"
+) -> tuple[PackedStorage, LazyTensorStorage]:
     lanes = LANES[ndim]
     capacity = (STEPS if full else STEPS + 3) * torch.Size(lanes).numel()
     data = transitions(schema, STEPS, lanes, device=device)
     packed = PackedStorage(capacity, ndim=ndim, device=device)
     theirs = LazyTensorStorage(capacity, ndim=ndim, device=device)
     packed.set(range(STEPS), data)
-    theirs.set(slice(0, STEPS), data)  # a slice, for torch cannot write uint16 at a tensor of positions
+    # a slice, for torch cannot write uint16 at a tensor of positions
+    theirs.set(slice(0, STEPS), data)
     assert len(packed) == len(theirs) == STEPS * torch.Size(lanes).numel()
     return packed, theirs
 
@@ -83,7 +87,10 @@ OVER_LANES: dict[str, Any] = {
     "two ints": (2, 1),
     "two tensors": (torch.tensor([0, 6, -1]), torch.tensor([2, -1, 0])),
     "two tensors, broadcast": (torch.tensor([[0], [6]]), torch.tensor([2, 1, 0])),
-    "two empty tensors": (torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
+    "two empty tensors": (
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(0, dtype=torch.int64),
+    ),
     "two lists": ([0, 1, 2], [2, 1, 0]),
     "tensor and int": (torch.tensor([1, 2]), 1),
     "slice and int": (slice(1, 4), 2),
@@ -95,7 +102,11 @@ OVER_THREE: dict[str, Any] = {
     "mask [T, E, A]": mask(STEPS, 3, 2),
     "mask [T, E]": mask(STEPS, 3),
     "three ints": (1, 2, 0),
-    "three tensors": (torch.tensor([1, -1]), torch.tensor([2, 0]), torch.tensor([-1, 0])),
+    "three tensors": (
+        torch.tensor([1, -1]),
+        torch.tensor([2, 0]),
+        torch.tensor([-1, 0]),
+    ),
     "two of three tensors": (torch.tensor([1, -1]), torch.tensor([2, 0])),
 }
 CASES = [
@@ -106,7 +117,8 @@ CASES = [
 
 
 def is_fresh(index: Any) -> bool | None:
-    """Return whether a batch at this index has memory of its own; None: as torch has it."""
+    """Return whether a batch at this index has memory of its own; None: as torch has
+    it."""
     if isinstance(index, torch.Tensor | list | range | np.ndarray) and np.ndim(index):
         return True
     return False if isinstance(index, int | slice) else None
@@ -114,13 +126,17 @@ def is_fresh(index: Any) -> bool | None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["filling", "full"])
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-def test_an_index_gives_what_lazy_tensor_storage_gives(ndim: int, full: bool, device: torch.device) -> None:
+def test_an_index_gives_what_lazy_tensor_storage_gives(
+    ndim: int, full: bool, device: torch.device
+) -> None:
     packed, theirs = read_only(ndim, full, SCHEMAS["nested"], device)
     for name, index in (case[1:] for case in CASES if case[0] == ndim):
         found = packed.get(index)
         assert_same(found, theirs.get(index))
         assert_same(packed[index], theirs[index])
-        places = [rows["first"].untyped_storage().data_ptr() for rows in (found, packed[:])]
+        places = [
+            rows["first"].untyped_storage().data_ptr() for rows in (found, packed[:])
+        ]
         assert is_fresh(index) in (None, places[0] != places[1]), name
 
 
@@ -148,7 +164,12 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
     packed, _ = filled(1, True, SCHEMAS["vector"])
     packed._empty()
     assert len(packed) == 0
-    assert packed[:].batch_size == packed[[]].batch_size == packed[torch.zeros(0, dtype=torch.int64)].batch_size == (0,)
+    assert (
+        packed[:].batch_size
+        == packed[[]].batch_size
+        == packed[torch.zeros(0, dtype=torch.int64)].batch_size
+        == (0,)
+    )
     assert packed["observation"].shape == (0, 3)
 
 
@@ -161,7 +182,9 @@ def test_an_empty_first_write_fixes_no_schema() -> None:
 
 def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
     packed, _ = filled(2, False, SCHEMAS["vector"])
-    assert repr(PackedStorage(5)) == "PackedStorage(max_size=5, ndim=1, device=cpu, empty)"
+    assert (
+        repr(PackedStorage(5)) == "PackedStorage(max_size=5, ndim=1, device=cpu, empty)"
+    )
     for part in (
         "21 of 30 rows",
         "shape (10, 3)",
@@ -176,7 +199,9 @@ def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
 LANES_OF = {1: (), 2: (2,), 3: (2, 3)}
 
 
-def both(ndim: int, steps: int, capacity: int = 8) -> tuple[PackedStorage, LazyTensorStorage]:
+def both(
+    ndim: int, steps: int, capacity: int = 8
+) -> tuple[PackedStorage, LazyTensorStorage]:
     lanes = torch.Size(LANES_OF[ndim])
     packed = PackedStorage(capacity * lanes.numel(), ndim=ndim)
     theirs = LazyTensorStorage(capacity * lanes.numel(), ndim=ndim)
@@ -187,16 +212,23 @@ def both(ndim: int, steps: int, capacity: int = 8) -> tuple[PackedStorage, LazyT
 
 @over_schemas
 @pytest.mark.parametrize("ndim", [1, 3])
-def test_every_schema_is_stored_byte_for_byte(schema: Schema, ndim: int, device: torch.device) -> None:
-    storage = PackedStorage(4 * torch.Size(LANES_OF[ndim]).numel(), ndim=ndim, device=device)
+def test_every_schema_is_stored_byte_for_byte(
+    schema: Schema, ndim: int, device: torch.device
+) -> None:
+    storage = PackedStorage(
+        4 * torch.Size(LANES_OF[ndim]).numel(), ndim=ndim, device=device
+    )
     first, single, scattered = (
-        transitions(schema, n, LANES_OF[ndim], seed=seed, device=device) for n, seed in ((2, 0), (None, 1), (3, 2))
+        transitions(schema, n, LANES_OF[ndim], seed=seed, device=device)
+        for n, seed in ((2, 0), (None, 1), (3, 2))
     )
     storage.set(range(2), first)
     storage.set(2, single)
     assert_same(storage[:], torch.cat([first, single[None]]))
     storage.set(torch.tensor([3, 0, 2]), scattered)
-    assert_same(storage[:], torch.stack([scattered[1], first[1], scattered[2], scattered[0]]))
+    assert_same(
+        storage[:], torch.stack([scattered[1], first[1], scattered[2], scattered[0]])
+    )
     storage.set(torch.tensor([3, 0]), first)
     assert_same(storage[:], torch.stack([first[1], first[1], scattered[2], first[0]]))
     storage.set(1, single)
@@ -219,12 +251,21 @@ CURSORS: dict[str, tuple[Any, int | None]] = {
 
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize(("cursor", "n"), CURSORS.values(), ids=CURSORS)
-def test_a_cursor_along_time_writes_what_lazy_tensor_storage_writes(ndim: int, cursor: Any, n: int | None) -> None:
+def test_a_cursor_along_time_writes_what_lazy_tensor_storage_writes(
+    ndim: int, cursor: Any, n: int | None
+) -> None:
     packed, theirs = both(ndim, 4)
     data = transitions(NESTED, n, LANES_OF[ndim], seed=5)
     packed.set(cursor, data)
-    theirs.set(torch.from_numpy(cursor.astype(np.int64)) if isinstance(cursor, np.ndarray) else cursor, data)
-    steps = np.r_[np.arange(8)[cursor if isinstance(cursor, slice) else np.asarray(cursor)]]
+    theirs.set(
+        torch.from_numpy(cursor.astype(np.int64))
+        if isinstance(cursor, np.ndarray)
+        else cursor,
+        data,
+    )
+    steps = np.r_[
+        np.arange(8)[cursor if isinstance(cursor, slice) else np.asarray(cursor)]
+    ]
     written = max(4, int(steps.max()) + 1)
     assert len(packed) == written * torch.Size(LANES_OF[ndim]).numel()
     assert_same(packed[:], theirs._storage[:written])
@@ -233,7 +274,9 @@ def test_a_cursor_along_time_writes_what_lazy_tensor_storage_writes(ndim: int, c
 
 REGIONS: dict[str, Any] = {
     "mask": torch.tensor([True, False, True, True]),
-    "mask [T, E]": torch.tensor([[True, False], [False, False], [True, True], [False, True]]),
+    "mask [T, E]": torch.tensor(
+        [[True, False], [False, False], [True, True], [False, True]]
+    ),
     "mask of none": torch.zeros(4, 2, dtype=torch.bool),
     "two ints": (1, 1),
     "two tensors": (torch.tensor([3, 0, -1]), torch.tensor([0, 1, 1])),
@@ -246,7 +289,9 @@ REGIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
-def test_a_mask_or_a_tuple_replaces_what_lazy_tensor_storage_replaces(region: Any) -> None:
+def test_a_mask_or_a_tuple_replaces_what_lazy_tensor_storage_replaces(
+    region: Any,
+) -> None:
     packed, theirs = both(2, 4)
     shape = theirs[region].batch_size
     data = transitions(NESTED, None, shape, seed=6)
@@ -261,7 +306,8 @@ def test_a_mask_or_a_tuple_replaces_what_lazy_tensor_storage_replaces(region: An
 
 
 def test_of_a_repeated_position_the_last_row_stays() -> None:
-    n = 100_000  # enough for torch to write in parallel, where it may write rows out of order
+    # enough for torch to write in parallel, where it may write rows out of order
+    n = 100_000
     steps = torch.randint(50, (n,), generator=torch.Generator().manual_seed(0))
     last = torch.full((50,), -1).scatter_reduce_(0, steps, torch.arange(n), "amax")
     data = TensorDict({"x": torch.arange(n), "y": torch.arange(n).byte()}, [n])
@@ -278,12 +324,22 @@ def test_of_a_repeated_position_the_last_row_stays() -> None:
     assert torch.equal(line["x"], last)
 
 
-@pytest.mark.parametrize(("ndim", "max_size", "lanes", "steps"), [(1, 7, (), 7), (2, 7, (2,), 4), (3, 25, (2, 3), 5)])
+@pytest.mark.parametrize(
+    ("ndim", "max_size", "lanes", "steps"),
+    [(1, 7, (), 7), (2, 7, (2,), 4), (3, 25, (2, 3), 5)],
+)
 def test_the_capacity_is_rounded_up_to_whole_time_steps(ndim, max_size, lanes, steps):
-    packed, theirs = PackedStorage(max_size, ndim=ndim), LazyTensorStorage(max_size, ndim=ndim)
+    packed, theirs = (
+        PackedStorage(max_size, ndim=ndim),
+        LazyTensorStorage(max_size, ndim=ndim),
+    )
     data = transitions(NESTED, 2, lanes)
     for given in ({"batched_data": data}, {"single_data": data[0]}):
-        assert packed._max_size_along_dim0(**given) == theirs._max_size_along_dim0(**given) == steps
+        assert (
+            packed._max_size_along_dim0(**given)
+            == theirs._max_size_along_dim0(**given)
+            == steps
+        )
     for storage in (packed, theirs):
         storage.set(slice(0, 2), data)
         assert storage._max_size_along_dim0() == steps
@@ -291,7 +347,9 @@ def test_the_capacity_is_rounded_up_to_whole_time_steps(ndim, max_size, lanes, s
 
 
 def forms(data: TensorDict) -> dict[str, Any]:
-    wide = TensorDict({"all": data.expand(2, 3).transpose(0, 1).contiguous()}, [3])["all"]
+    wide = TensorDict({"all": data.expand(2, 3).transpose(0, 1).contiguous()}, [3])[
+        "all"
+    ]
     strided = data.apply(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0])
     named = copied(data)
     named.names = ["time"]
@@ -299,7 +357,11 @@ def forms(data: TensorDict) -> dict[str, Any]:
         "list": list(data.unbind(0)),
         "lazy stack": lazy_stack(list(data.unbind(0))),
         "lazy stack below the root": TensorDict(
-            {key: lazy_stack(list(value)) if key == "next" else value for key, value in data.items()}, [3]
+            {
+                key: lazy_stack(list(value)) if key == "next" else value
+                for key, value in data.items()
+            },
+            [3],
         ),
         "locked": copied(data).lock_(),
         "not contiguous": strided,
@@ -321,12 +383,17 @@ def test_data_of_any_form_is_stored(name: str, again: bool) -> None:
     storage.set(range(3), given)
     assert_same(storage[:], data)
     storage.set(torch.tensor([2, 1, 0]), given)
-    assert_same(storage[:], data.flip(0) if hasattr(data, "flip") else data[torch.tensor([2, 1, 0])])
+    assert_same(
+        storage[:],
+        data.flip(0) if hasattr(data, "flip") else data[torch.tensor([2, 1, 0])],
+    )
     storage.set(range(2, 5), given)
     assert_same(storage[torch.tensor([2, 3, 4])], data)
 
 
-@pytest.mark.parametrize("cursor", [range(3), torch.tensor([2, 0, 1]), (torch.arange(3),)], ids=str)
+@pytest.mark.parametrize(
+    "cursor", [range(3), torch.tensor([2, 0, 1]), (torch.arange(3),)], ids=str
+)
 def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> None:
     x = torch.rand(3, 2, requires_grad=True)
     data = TensorDict({"x": x * 2, "y": x}, [3])
@@ -358,7 +425,9 @@ def test_an_index_in_the_data_is_not_stored() -> None:
 @pytest.mark.parametrize("start", [0, 1, 4])
 @pytest.mark.parametrize("source", [slice(0, 4), slice(1, 5), slice(0, 6)])
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_views_of_the_rows_may_be_written_to_them(ndim: int, source: slice, start: int) -> None:
+def test_views_of_the_rows_may_be_written_to_them(
+    ndim: int, source: slice, start: int
+) -> None:
     storage = PackedStorage(6 * torch.Size(LANES_OF[ndim]).numel(), ndim=ndim)
     storage.set(range(6), transitions(NESTED, 6, LANES_OF[ndim]))
     expected, view = storage[:].clone(), storage[source]
@@ -376,7 +445,10 @@ def holding(data: TensorDict, capacity: int = 50) -> PackedStorage:
 
 def numbered(count: int) -> TensorDict:
     numbers = torch.arange(count)
-    return TensorDict({"id": numbers, "next": {"square": (numbers * numbers).float()[:, None]}}, [count])
+    return TensorDict(
+        {"id": numbers, "next": {"square": (numbers * numbers).float()[:, None]}},
+        [count],
+    )
 
 
 def test_a_batch_that_was_read_in_inference_mode_can_be_changed() -> None:
@@ -395,9 +467,14 @@ def test_threads_that_read_batches_of_different_sizes_get_their_own_rows() -> No
     def read(seed: int) -> int:
         generator, wrong = torch.Generator().manual_seed(seed), 0
         for step in range(500):
-            index = torch.randint(1_000, (64 if step // 5 % 2 else 16,), generator=generator)
+            index = torch.randint(
+                1_000, (64 if step // 5 % 2 else 16,), generator=generator
+            )
             batch = storage.get(index)
-            wrong += int((batch["id"] != index).sum() + (batch["next", "square"][:, 0] != index * index).sum())
+            wrong += int(
+                (batch["id"] != index).sum()
+                + (batch["next", "square"][:, 0] != index * index).sum()
+            )
         return wrong
 
     with ThreadPoolExecutor(4) as pool:
@@ -410,8 +487,11 @@ def test_a_file_of_rows_is_replaced_and_deleted_on_request(tmp_path: Path) -> No
     first.set(range(5), transitions(NESTED, 5))
     before = first[:].clone()
     with pytest.raises(FileExistsError, match="already holds rows"):
-        PackedStorage(5, scratch_dir=folder, auto_cleanup=True).set(range(3), transitions(NESTED, 3))
-    assert (folder / ROWS_FILE).exists()  # which is not that of the storage that was refused
+        PackedStorage(5, scratch_dir=folder, auto_cleanup=True).set(
+            range(3), transitions(NESTED, 3)
+        )
+    # which is not that of the storage that was refused
+    assert (folder / ROWS_FILE).exists()
     second = PackedStorage(5, scratch_dir=folder, existsok=True, auto_cleanup=True)
     second.set(range(3), transitions(NESTED, 3, seed=4))
     assert (first[:] == before).all()
@@ -420,9 +500,13 @@ def test_a_file_of_rows_is_replaced_and_deleted_on_request(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("theirs", [LazyTensorStorage, LazyMemmapStorage])
-def test_every_argument_of_torchrls_storages_is_taken_and_its_default_too(theirs: Any) -> None:
+def test_every_argument_of_torchrls_storages_is_taken_and_its_default_too(
+    theirs: Any,
+) -> None:
     _, size, *known = inspect.signature(theirs.__init__).parameters.values()
     assert size.name == "max_size"
-    storage = PackedStorage(5, **{parameter.name: parameter.default for parameter in known})
+    storage = PackedStorage(
+        5, **{parameter.name: parameter.default for parameter in known}
+    )
     storage.set(range(3), transitions(NESTED, 3))
     assert len(storage) == 3

@@ -1,4 +1,5 @@
-"""A process that writes to ``PackedStorage(reopen=True)`` is killed (SIGKILL); another one continues its rows."""
+"""A process that writes to ``PackedStorage(reopen=True)`` is killed (SIGKILL); another
+one continues its rows."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 
 def rows(number: torch.Tensor) -> TensorDict:
-    """Return rows whose entries all follow from their number, with a done flag after each 7 rows."""
+    """Return rows whose entries all follow from their number, with a done flag after
+    each 7 rows."""
     data: dict[str, Any] = {
         "x": number,
         "payload": number[..., None] * 3 + torch.arange(40),
@@ -99,7 +101,9 @@ def last_numbers(storage: PackedStorage, lost: int = 0) -> list[int]:
         if not count[lane]:
             found.append(-1)
             continue
-        part = rb.lane(lane).chronological() if storage.ndim == 2 else rb.chronological()
+        part = (
+            rb.lane(lane).chronological() if storage.ndim == 2 else rb.chronological()
+        )
         assert are_whole(part)
         assert (part["x"].diff() == 1).all()
         usual, steps = int(part["x"][-1]) + 1, storage.all_rows().steps
@@ -117,7 +121,9 @@ def compiled(tmp_path_factory: Any) -> None:
             for _ in range(4):
                 write(rb, lanes, 3)
                 batch = rb.sample()
-                rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+                rb.update_tensordict_priority(
+                    batch.set("td_error", own(batch["x"]).float())
+                )
 
 
 @pytest.mark.parametrize("before", [0, 270])
@@ -131,12 +137,18 @@ def test_a_write_killed_at_any_line_is_whole_or_missing_and_loses_what_it_replac
         storage = opened(tmp_path, lanes)
         rb, ends[0] = ReplayBuffer(storage=storage), last_numbers(storage, 50)[-1]
         for _ in range(2 if before else 0):  # the next write is compiled
-            rb.extend(rows(torch.arange(ends[0] + 1, ends[0] + 3)), lanes=LANES - 1 if lanes else None)
+            rb.extend(
+                rows(torch.arange(ends[0] + 1, ends[0] + 3)),
+                lanes=LANES - 1 if lanes else None,
+            )
             ends[0] += 2
         ends[1] = ends[0]
         with stopped(line, signal.SIGKILL):
             ends[1] += 50
-            rb.extend(rows(torch.arange(ends[0] + 1, ends[1] + 1)), lanes=LANES - 1 if lanes else None)
+            rb.extend(
+                rows(torch.arange(ends[0] + 1, ends[1] + 1)),
+                lanes=LANES - 1 if lanes else None,
+            )
         ends[0] = ends[1]
         die()
 
@@ -144,20 +156,26 @@ def test_a_write_killed_at_any_line_is_whole_or_missing_and_loses_what_it_replac
         killed(partial(write_and_die, tmp_path, 0, before, lanes, LANES - 1))
     for line in count(1, 83):
         killed(partial(work, line))
-        assert last_numbers(opened(tmp_path, lanes), 50) in [[-1] * (LANES - 1) * bool(lanes) + [end] for end in ends]
+        assert last_numbers(opened(tmp_path, lanes), 50) in [
+            [-1] * (LANES - 1) * bool(lanes) + [end] for end in ends
+        ]
         if ends[0] == ends[1]:
             break
     assert line > 83
 
 
-def write_and_die(folder: Path, first: int, count: int, lanes: int = 0, lane: int = 0) -> None:
+def write_and_die(
+    folder: Path, first: int, count: int, lanes: int = 0, lane: int = 0
+) -> None:
     rb = ReplayBuffer(storage=opened(folder, lanes))
     rb.extend(rows(torch.arange(first, first + count)), lanes=lane if lanes else None)
     die()
 
 
 @pytest.mark.parametrize("lanes", [0, LANES])
-def test_trajectories_end_where_a_process_was_killed(tmp_path: Path, lanes: int) -> None:
+def test_trajectories_end_where_a_process_was_killed(
+    tmp_path: Path, lanes: int
+) -> None:
     for first in (0, 10, 23):
         killed(partial(write_and_die, tmp_path, first, 13 if first else 10, lanes, 1))
     storage = opened(tmp_path, lanes)
@@ -173,26 +191,52 @@ def test_trajectories_end_where_a_process_was_killed(tmp_path: Path, lanes: int)
     assert index.steps_ahead(where).tolist() == expected
     rb.extend(rows(torch.arange(40, 300)), lanes=1 if lanes else None)
     storage._bump_mutation_revision()
-    kept = torch.tensor([x for x in range(300) if x >= 300 - storage.all_rows().steps and x < 290])
-    where = (kept % storage.all_rows().steps, torch.ones_like(kept)) if lanes else kept % storage.all_rows().steps
+    kept = torch.tensor(
+        [x for x in range(300) if x >= 300 - storage.all_rows().steps and x < 290]
+    )
+    where = (
+        (kept % storage.all_rows().steps, torch.ones_like(kept))
+        if lanes
+        else kept % storage.all_rows().steps
+    )
     breaks = [x for x in (9, 22, 35) if x >= int(kept[0])]
     ends = sorted({*range(6, 300, 7), *breaks})
-    assert index.steps_ahead(where).tolist() == [next(end for end in ends if end >= x) - x for x in kept.tolist()]
+    assert index.steps_ahead(where).tolist() == [
+        next(end for end in ends if end >= x) - x for x in kept.tolist()
+    ]
 
 
 @pytest.mark.parametrize(
-    "backends", [("torch", "torch", "numba"), ("numba", "torch", "numba"), ("numba", "numba", "torch")]
+    "backends",
+    [
+        ("torch", "torch", "numba"),
+        ("numba", "torch", "numba"),
+        ("numba", "numba", "torch"),
+    ],
 )
-def test_processes_without_numba_leave_episodes_and_priorities_to_others(tmp_path: Path, backends: Any) -> None:
+def test_processes_without_numba_leave_episodes_and_priorities_to_others(
+    tmp_path: Path, backends: Any
+) -> None:
     for number, backend in enumerate(backends):
         with forced(backend):
-            rb = ReplayBuffer(storage=opened(tmp_path), sampler=ProportionalSampler(CAPACITY), batch_size=2)
+            rb = ReplayBuffer(
+                storage=opened(tmp_path),
+                sampler=ProportionalSampler(CAPACITY),
+                batch_size=2,
+            )
             rb.extend(rows(torch.arange(3)))
             rb.update_priority(3 * number, 2.0 + number)
-            whole, priorities = TrajectoryIndex(rb.storage), rb.sampler.priority(torch.arange(0, 3 * number + 3, 3))
+            whole, priorities = (
+                TrajectoryIndex(rb.storage),
+                rb.sampler.priority(torch.arange(0, 3 * number + 3, 3)),
+            )
             assert priorities.tolist() == [2.0 + each for each in range(number + 1)]
-            if number == len(backends) - 1:  # looks up what no process before has looked up
-                assert [each.tolist() for each in whole.whole(only_finished=False)] == [[0, 3, 6], [3, 3, 3]]
+            # looks up what no process before has looked up
+            if number == len(backends) - 1:
+                assert [each.tolist() for each in whole.whole(only_finished=False)] == [
+                    [0, 3, 6],
+                    [3, 3, 3],
+                ]
             rb.close()
 
 
@@ -214,7 +258,8 @@ def test_a_living_owner_is_not_disturbed(tmp_path: Path) -> None:
     assert said[0]
     assert last_numbers(storage) == [8]
     del storage
-    assert last_numbers(opened(tmp_path)) == [8]  # the same process opens the rows again
+    # the same process opens the rows again
+    assert last_numbers(opened(tmp_path)) == [8]
 
 
 def test_other_arguments_are_refused_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -229,7 +274,14 @@ def test_other_arguments_are_refused_and_nothing_is_lost(tmp_path: Path) -> None
     ]
     for match, arguments in refused:
         with pytest.raises(ValueError, match=match):
-            PackedStorage(**{"max_size": CAPACITY, "scratch_dir": tmp_path, "reopen": True, **arguments})
+            PackedStorage(
+                **{
+                    "max_size": CAPACITY,
+                    "scratch_dir": tmp_path,
+                    "reopen": True,
+                    **arguments,
+                }
+            )
     with pytest.raises(ValueError, match="a ReservoirWriter cannot continue"):
         ReplayBuffer(storage=opened(tmp_path), writer=ReservoirWriter())
     storage = opened(tmp_path, shared_init=True)
@@ -266,10 +318,16 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (lambda file: change(file, 8, b"\x07"), "its header"),
     (lambda file: change(file, 24, b"\x01"), "checksum"),
     (lambda file: change(file, (1 << 16) + 5, b"#"), "checksum"),
-    (lambda file: change(file, file.stat().st_size - 8 * block_size(1) + 9, b"\x10"), "do not fit"),
+    (
+        lambda file: change(file, file.stat().st_size - 8 * block_size(1) + 9, b"\x10"),
+        "do not fit",
+    ),
     (lambda file: os.truncate(file, 100), "its header"),
     (lambda file: os.truncate(file, (1 << 16) + 5000), "too short"),
-    (lambda file: os.truncate(file.with_name("rows.bin"), 100), r"rows\.bin has 100 bytes"),
+    (
+        lambda file: os.truncate(file.with_name("rows.bin"), 100),
+        r"rows\.bin has 100 bytes",
+    ),
     (lambda file: file.with_name("rows.bin").unlink(), r"rows\.bin has 0 bytes"),
 ]
 
@@ -309,7 +367,10 @@ def test_a_relative_folder_is_found_from_where_the_storage_was_made(
 ) -> None:
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path)
-    rb = ReplayBuffer(storage=PackedStorage(9, scratch_dir="rows", reopen=True), sampler=ProportionalSampler(9))
+    rb = ReplayBuffer(
+        storage=PackedStorage(9, scratch_dir="rows", reopen=True),
+        sampler=ProportionalSampler(9),
+    )
     cleaned = PackedStorage(9, scratch_dir="cleaned", auto_cleanup=True)
     monkeypatch.chdir("job")
     for storage in (rb, ReplayBuffer(storage=cleaned)):
@@ -322,14 +383,22 @@ def test_a_relative_folder_is_found_from_where_the_storage_was_made(
 
 
 def test_a_closed_buffer_frees_its_folder(tmp_path: Path) -> None:
-    with ReplayBuffer(storage=opened(tmp_path), sampler=ProportionalSampler(CAPACITY), batch_size=4) as rb:
+    with ReplayBuffer(
+        storage=opened(tmp_path), sampler=ProportionalSampler(CAPACITY), batch_size=4
+    ) as rb:
         for _ in range(2):
             rb.extend(rows(torch.arange(130)))
             rb.sample()
         with pytest.raises(RuntimeError, match=r"call close\(\) of the buffers"):
             opened(tmp_path)
     look_up = TrajectoryIndex(rb.storage).whole
-    for use in (rb.sample, rb.state_dict, rb.chronological, look_up, lambda: rb.extend(rows(torch.arange(3)))):
+    for use in (
+        rb.sample,
+        rb.state_dict,
+        rb.chronological,
+        look_up,
+        lambda: rb.extend(rows(torch.arange(3))),
+    ):
         with pytest.raises(RuntimeError, match="has been closed"):
             use()
     for written in (260, 263):
@@ -350,7 +419,9 @@ def test_rows_of_an_environment_are_continued(tmp_path: Path) -> None:
             return len(rb)
 
     assert run("CartPole-v1") == 2
-    with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(6,\) in the schema"):
+    with pytest.raises(
+        SchemaError, match=r"'observation' is float32 of shape \(6,\) in the schema"
+    ):
         run("Acrobot-v1")
     assert run("CartPole-v1") == 4
 
@@ -359,7 +430,9 @@ def test_rows_of_an_environment_are_continued(tmp_path: Path) -> None:
 
 
 def buffer(folder: Path, lanes: int, name: str) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=opened(folder, lanes), sampler=SAMPLERS[name](), batch_size=16)
+    rb = ReplayBuffer(
+        storage=opened(folder, lanes), sampler=SAMPLERS[name](), batch_size=16
+    )
     rb._initialize()
     return rb
 
@@ -395,7 +468,9 @@ def train(rb: ReplayBuffer, lanes: int) -> None:
         write(rb, lanes, int(draw.choice([1, 3, 20])))
         for _ in range(3):
             batch = rb.sample()
-            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+            rb.update_tensordict_priority(
+                batch.set("td_error", own(batch["x"]).float())
+            )
 
 
 def start(folder: Path, lanes: int, name: str) -> ReplayBuffer:
@@ -414,14 +489,25 @@ def kill_learners(folder: Path, lanes: int, name: str, kills: int) -> None:
     killed(partial(begin_and_die, folder, lanes, name))
     draw, kept = np.random.default_rng(kills), 0
     for _ in range(kills):
-        killed(lambda: train(buffer(folder, lanes, name), lanes), float(draw.uniform(0.02, 0.15)))
+        killed(
+            lambda: train(buffer(folder, lanes, name), lanes),
+            float(draw.uniform(0.02, 0.15)),
+        )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* rows were reopened without a priority")  # of the killed write
+            # of the killed write
+            warnings.filterwarnings(
+                "ignore", ".* rows were reopened without a priority"
+            )
             rb = buffer(folder, lanes, name)
         assert lanes or last_numbers(rb.storage)[0] >= 29
-        assert all(are_whole(rb.lane(lane).chronological()) for lane in range(lanes) if len(rb.lane(lane)))
+        assert all(
+            are_whole(rb.lane(lane).chronological())
+            for lane in range(lanes)
+            if len(rb.lane(lane))
+        )
         number, magnitude = magnitudes(rb)
-        is_new = (magnitude == NEW) | ((magnitude == 1) & (number < 30))  # the first 30 came before that TD error
+        # the first 30 came before that TD error
+        is_new = (magnitude == NEW) | ((magnitude == 1) & (number < 30))
         assert ((magnitude == own(number)) | is_new).all()
         kept += int((~is_new).sum())
         rb.sample()
@@ -436,13 +522,17 @@ def test_killed_often_while_training(tmp_path: Path, lanes: int, name: str) -> N
 
 
 @pytest.mark.parametrize("lanes", [0, LANES])
-def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int) -> None:
+def test_rows_of_a_write_that_was_not_entered_are_new(
+    tmp_path: Path, lanes: int
+) -> None:
     def work() -> None:
         rb = start(tmp_path, lanes, "proportional")
         for _ in range(20):
             write(rb, lanes, 17)
             batch = rb.sample()
-            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+            rb.update_tensordict_priority(
+                batch.set("td_error", own(batch["x"]).float())
+            )
         Priorities.keep_new = die
         ReplayBuffer.mark_update = die
         ProportionalSampler.mark_update = die
@@ -487,7 +577,9 @@ def spoil_header(file: Path) -> None:
 
 def fill_with_nan(file: Path) -> None:
     content = file.read_bytes()
-    file.write_bytes(content[: 1 << 16] + np.full((len(content) - (1 << 16)) // 8, np.nan).tobytes())
+    file.write_bytes(
+        content[: 1 << 16] + np.full((len(content) - (1 << 16)) // 8, np.nan).tobytes()
+    )
 
 
 def test_without_a_readable_file_all_rows_are_new(tmp_path: Path) -> None:
@@ -578,7 +670,9 @@ def second(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
     return rb
 
 
-@pytest.mark.parametrize(("name", "is_shared"), [("proportional", True), ("rank", False)])
+@pytest.mark.parametrize(
+    ("name", "is_shared"), [("proportional", True), ("rank", False)]
+)
 def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
     tmp_path: Path, name: str, is_shared: bool
 ) -> None:
@@ -586,7 +680,11 @@ def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
     if is_shared:
         rb.share()
     before, attached = magnitudes(rb), len(rb.storage._attached_entities)
-    apart = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=4)
+    apart = ReplayBuffer(
+        storage=PackedStorage(CAPACITY),
+        sampler=ProportionalSampler(CAPACITY),
+        batch_size=4,
+    )
     apart.extend(rows(torch.arange(9)))
     plain = second(rb.storage, UniformSampler())
     own_sampler, wrapped = SAMPLERS[name](), NStepSampler(SAMPLERS[name](), 3, 0.9)
@@ -595,7 +693,10 @@ def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
         partial(second, rb.storage, wrapped),
         partial(apart.set_storage, rb.storage),
     ):
-        with pytest.raises(ValueError, match=r"use one buffer, or a sampler without priorities here, or call shutdown"):
+        with pytest.raises(
+            ValueError,
+            match=r"use one buffer, or a sampler without priorities here, or call shutdown",
+        ):
             attempt()
     assert len(rb.storage._attached_entities) == attached + 1
     assert len(apart) == 9

@@ -43,8 +43,17 @@ class Step(TensorClass):
 
 def steps(start: int, *shape: int) -> Step:
     t = torch.arange(start, start + torch.Size(shape).numel()).view(shape)
-    seen = Seen(image=t[..., None].expand(*shape, 3).to(torch.uint8), speed=t.float(), batch_size=shape)
-    return Step(seen=seen, reward=t[..., None].float(), more=TensorDict({"t": t}, shape), batch_size=shape)
+    seen = Seen(
+        image=t[..., None].expand(*shape, 3).to(torch.uint8),
+        speed=t.float(),
+        batch_size=shape,
+    )
+    return Step(
+        seen=seen,
+        reward=t[..., None].float(),
+        more=TensorDict({"t": t}, shape),
+        batch_size=shape,
+    )
 
 
 def check(found: Any, *shape: int) -> None:
@@ -61,7 +70,12 @@ def check(found: Any, *shape: int) -> None:
 @pytest.mark.parametrize("cls", [ReplayBuffer, TorchRLBuffer])
 @pytest.mark.parametrize("writer", [RingWriter, ReservoirWriter])
 def test_tensorclasses_are_read_as_what_was_written(cls: Any, writer: Any) -> None:
-    rb = cls(storage=PackedStorage(20), sampler=UniformSampler(), writer=writer(), batch_size=4)
+    rb = cls(
+        storage=PackedStorage(20),
+        sampler=UniformSampler(),
+        writer=writer(),
+        batch_size=4,
+    )
     rb.extend(steps(0, 10))
     rb.add(steps(10, 1)[0])
     rb.extend([*steps(11, 5).unbind(0)])
@@ -84,7 +98,10 @@ def test_tensors_are_read_as_tensors(cls: Any, shape: tuple[int, ...]) -> None:
         t = torch.arange(start, start + count)
         return t.view(count, *[1] * len(shape)).expand(count, *shape).clone()
 
-    ours, theirs = (cls(storage=kind(8), batch_size=4) for kind in (PackedStorage, LazyTensorStorage))
+    ours, theirs = (
+        cls(storage=kind(8), batch_size=4)
+        for kind in (PackedStorage, LazyTensorStorage)
+    )
     if cls is ReplayBuffer:
         theirs = TorchRLBuffer(storage=LazyTensorStorage(8), batch_size=4)
     for rb in (ours, theirs):
@@ -118,7 +135,9 @@ def test_lists_of_steps_are_written_in_order(ndim: int) -> None:
 
 
 def test_priorities_and_transforms_and_torchrls_samplers() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(20), sampler=ProportionalSampler(20), batch_size=4)
+    rb = ReplayBuffer(
+        storage=PackedStorage(20), sampler=ProportionalSampler(20), batch_size=4
+    )
     rb.extend(steps(0, 20))
     batch, info = rb.sample(return_info=True)
     check(batch, 4)
@@ -129,7 +148,9 @@ def test_priorities_and_transforms_and_torchrls_samplers() -> None:
     scaled = rb.sample()
     assert type(scaled) is Step
     assert torch.equal(scaled.reward, 2.0 * scaled.seen.speed[:, None])
-    general = ReplayBuffer(storage=PackedStorage(20), sampler=RandomSampler(), batch_size=4)
+    general = ReplayBuffer(
+        storage=PackedStorage(20), sampler=RandomSampler(), batch_size=4
+    )
     general.extend(steps(0, 20))
     check(general.sample(), 4)
 
@@ -138,12 +159,20 @@ def test_copies_and_dumps_keep_the_class(tmp_path: Path) -> None:
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     rb.extend(steps(0, 10))
     rb.dumps(tmp_path)
-    loaded, larger = (ReplayBuffer(storage=PackedStorage(size), batch_size=4) for size in (20, 30))
+    loaded, larger = (
+        ReplayBuffer(storage=PackedStorage(size), batch_size=4) for size in (20, 30)
+    )
     loaded.loads(tmp_path)
     larger.loads(tmp_path)
     restored = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     restored.load_state_dict(rb.state_dict())
-    for each in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb)), loaded, larger, restored):
+    for each in (
+        copy.deepcopy(rb),
+        pickle.loads(pickle.dumps(rb)),
+        loaded,
+        larger,
+        restored,
+    ):
         check(each.sample(), 4)
         each.extend(steps(10, 3))
         check(each[:], 13)
@@ -164,8 +193,14 @@ def test_other_classes_are_refused_and_change_nothing() -> None:
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     rb.extend(steps(0, 5))
     for other, error in (
-        (torch.arange(3), "cannot write Tensor: the rows of this storage are read as Step"),
-        (steps(0, 3).seen, "cannot write Seen: the rows of this storage are read as Step"),
+        (
+            torch.arange(3),
+            "cannot write Tensor: the rows of this storage are read as Step",
+        ),
+        (
+            steps(0, 3).seen,
+            "cannot write Seen: the rows of this storage are read as Step",
+        ),
     ):
         with pytest.raises(SchemaError, match=error):
             rb.extend(other)
@@ -173,7 +208,10 @@ def test_other_classes_are_refused_and_change_nothing() -> None:
     check(rb[:], 8)
     plain = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     plain.extend(TensorDict({"data": torch.arange(3)}, [3]))
-    with pytest.raises(SchemaError, match="cannot write Tensor: the rows of this storage are read as TensorDict"):
+    with pytest.raises(
+        SchemaError,
+        match="cannot write Tensor: the rows of this storage are read as TensorDict",
+    ):
         plain.extend(torch.arange(3))
     rb.empty()
     with pytest.raises(SchemaError, match="the rows cannot be read as Tensor"):
@@ -186,7 +224,9 @@ def test_a_class_without_fields_for_all_entries_of_the_rows_is_refused() -> None
     schema = steps(0, 1)[0].to_tensordict().set("other", torch.zeros(1))
     for shared in (False, True):
         rb = ReplayBuffer.from_schema(schema, 20, shared=shared, batch_size=4)
-        with pytest.raises(SchemaError, match=r"the rows cannot be read as Step: .*other"):
+        with pytest.raises(
+            SchemaError, match=r"the rows cannot be read as Step: .*other"
+        ):
             rb.extend(steps(0, 5))
         rb.extend(schema.expand(5))
         assert type(rb.sample()) is TensorDict

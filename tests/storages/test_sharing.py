@@ -1,4 +1,5 @@
-"""What processes share, how they come by it, what cannot be shared; forks beside threads that are inside a call."""
+"""What processes share, how they come by it, what cannot be shared; forks beside
+threads that are inside a call."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td import GymnasiumRecorder, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td import (
+    GymnasiumRecorder,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+)
 from tests.catalogue import SAMPLERS
 from tests.storages.test_kill import check_priorities, rows
 
@@ -35,7 +43,11 @@ def elsewhere(work: Callable[..., object], *args: object, method: str = "fork") 
     all_elsewhere(work, [args], method)
 
 
-def all_elsewhere(work: Callable[..., object], calls: Iterable[tuple[object, ...]], method: str = "fork") -> None:
+def all_elsewhere(
+    work: Callable[..., object],
+    calls: Iterable[tuple[object, ...]],
+    method: str = "fork",
+) -> None:
     """Do something at the same time in a process for each tuple of arguments."""
     context: Any = mp.get_context(method)
     processes = [context.Process(target=_alone, args=(work, *args)) for args in calls]
@@ -53,13 +65,18 @@ def _alone(work: Callable[..., object], *args: object) -> None:
 
 def make(sampler=ProportionalSampler, capacity: int = 30, **kwargs) -> ReplayBuffer:
     storage = PackedStorage(capacity, **kwargs)
-    return ReplayBuffer(storage=storage, sampler=sampler(capacity), batch_size=8, priority_key="error")
+    return ReplayBuffer(
+        storage=storage, sampler=sampler(capacity), batch_size=8, priority_key="error"
+    )
 
 
 @pytest.mark.parametrize("place", ["shared=True", "share()", "in a file"])
 @pytest.mark.parametrize("written", [0, 10])
 def test_what_one_process_writes_the_others_read(place, written, tmp_path):
-    rb = make(shared=place == "shared=True", scratch_dir=tmp_path / "rows" if place == "in a file" else None)
+    rb = make(
+        shared=place == "shared=True",
+        scratch_dir=tmp_path / "rows" if place == "in a file" else None,
+    )
     if written:
         rb.extend(rows(0, written))
     if place != "shared=True":
@@ -77,12 +94,16 @@ def test_what_one_process_writes_the_others_read(place, written, tmp_path):
 
 @pytest.mark.parametrize("method", [SPAWN, "fork"])
 def test_workers_that_start_one_after_another_write_every_row(method):
-    """The nightly of TorchRL of October 2026 makes new semaphores at each ``share()``."""
+    """The nightly of TorchRL of October 2026 makes new semaphores at each
+    ``share()``."""
     rb = make()
     if method == "fork":
         rb.share()
     context: Any = mp.get_context(method)
-    workers = [context.Process(target=_extend, args=(rb, 5 * k)) for k in range(2 if method == "spawn" else 4)]
+    workers = [
+        context.Process(target=_extend, args=(rb, 5 * k))
+        for k in range(2 if method == "spawn" else 4)
+    ]
     for worker in workers:
         worker.start()
         assert rb.share() is rb
@@ -108,9 +129,19 @@ def test_priorities_and_settings_are_everybodys(sampler):
         rb.sampler.alpha, rb.sampler.beta = 1.0, 0.9
 
     elsewhere(learn)
-    assert rb.sampler.priority(torch.arange(20)).tolist() == [30.0 - j for j in range(20)]
-    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.default_priority) == (1.0, 0.9, 30.0)
-    weights = torch.arange(30.0, 10, -1) if sampler is ProportionalSampler else 1 / torch.arange(1.0, 21)
+    assert rb.sampler.priority(torch.arange(20)).tolist() == [
+        30.0 - j for j in range(20)
+    ]
+    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.default_priority) == (
+        1.0,
+        0.9,
+        30.0,
+    )
+    weights = (
+        torch.arange(30.0, 10, -1)
+        if sampler is ProportionalSampler
+        else 1 / torch.arange(1.0, 21)
+    )
     expected = (weights / weights.sum()).double()
     assert torch.allclose(rb.sampler.probability(torch.arange(20)), expected, atol=1e-6)
     elsewhere(rb.extend, rows(20, 3))
@@ -141,7 +172,9 @@ def test_recorders_of_all_processes_use_different_trajectory_numbers():
 
 def test_a_rollout_that_another_process_records_into_reserved_rows_is_read_here():
     env = gymnasium.make("CartPole-v1")
-    critic = TensorDictModule(lambda observation: observation[..., :1], ["observation"], ["state_value"])
+    critic = TensorDictModule(
+        lambda observation: observation[..., :1], ["observation"], ["state_value"]
+    )
     rollout = RolloutBuffer.from_env(env, 5, value_network=critic, shared=True)
     elsewhere(record, rollout)
     rows = rollout.storage[:]
@@ -156,7 +189,14 @@ FACTORS = torch.arange(1, 20)
 def numbered(worker: int, first: int, count: int) -> TensorDict:
     """Return rows of a worker whose entries all follow from their number."""
     x = worker * 1_000_000 + torch.arange(first, first + count)
-    return TensorDict({"x": x, "state": x[:, None] * FACTORS, "next": {"state": (x[:, None] + 1) * FACTORS}}, [count])
+    return TensorDict(
+        {
+            "x": x,
+            "state": x[:, None] * FACTORS,
+            "next": {"state": (x[:, None] + 1) * FACTORS},
+        },
+        [count],
+    )
 
 
 def size_of(serial: int) -> int:
@@ -178,14 +218,20 @@ def check_rows(data: TensorDict) -> TensorDict:
     return data
 
 
-@pytest.mark.parametrize(("sampler", "share_next"), [("proportional", False), ("rank", True)])
-def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, share_next):
+@pytest.mark.parametrize(
+    ("sampler", "share_next"), [("proportional", False), ("rank", True)]
+)
+def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(
+    sampler, share_next
+):
     storage = PackedStorage(5_000, shared=True, share_next=share_next)
     rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](5_000), batch_size=256)
     rb.extend(numbered(20, 0, 256))
     told, running, chance = RawArray("q", 20), {}, random.Random(0)
     for worker in range(6):
-        running[worker] = mp.get_context("fork").Process(target=write_for_ever, args=(rb, worker, told), daemon=True)
+        running[worker] = mp.get_context("fork").Process(
+            target=write_for_ever, args=(rb, worker, told), daemon=True
+        )
         running[worker].start()
         until = time.monotonic() + chance.uniform(0.02, 0.15)
         while time.monotonic() < until or not told[worker]:
@@ -203,14 +249,17 @@ def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, sh
     for worker in set((stored // 1_000_000).tolist()) - {20}:
         last = int(stored[stored // 1_000_000 == worker].max()) % 1_000_000 + 1
         assert last - told[worker] in (0, size_of(told[worker]))
-    assert 5_000 - 37 <= len(stored) <= 5_000 < rb.write_count  # the last write that was killed leaves a gap
+    # the last write that was killed leaves a gap
+    assert 5_000 - 37 <= len(stored) <= 5_000 < rb.write_count
     check_priorities(rb)
     if share_next:
         rb.storage.rows.entries.check(rb.storage.ring.serials)
 
 
 def test_priorities_that_are_not_shared_cannot_be_sent():
-    rb = TensorDictReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    rb = TensorDictReplayBuffer(
+        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
+    )
     rb.extend(rows(0, 5))
     rb.share()  # TorchRL's buffer cannot share them
     for sent in (ProportionalSampler(10), rb):
@@ -226,7 +275,10 @@ def points(count: int) -> TensorDict:
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_the_first_write_of_a_child_warns_if_the_buffer_is_not_shared() -> None:
     def write_twice(rb: ReplayBuffer) -> None:
-        with pytest.warns(UserWarning, match=r"forked from .* not shared: .* Call rb.share\(\) before forking"):
+        with pytest.warns(
+            UserWarning,
+            match=r"forked from .* not shared: .* Call rb.share\(\) before forking",
+        ):
             rb.extend(points(3))
         warnings.simplefilter("error")
         rb.extend(points(3))
@@ -234,7 +286,11 @@ def test_the_first_write_of_a_child_warns_if_the_buffer_is_not_shared() -> None:
     def write_to_a_copy(rb: ReplayBuffer) -> None:
         copy.deepcopy(rb).extend(points(3))
 
-    for act, shared in ((write_twice, False), (write_to_a_copy, False), (lambda rb: rb.extend(points(3)), True)):
+    for act, shared in (
+        (write_twice, False),
+        (write_to_a_copy, False),
+        (lambda rb: rb.extend(points(3)), True),
+    ):
         rb = ReplayBuffer(storage=PackedStorage(100), batch_size=8, shared=shared)
         for _ in range(3):
             rb.extend(points(3))  # bound
@@ -251,11 +307,15 @@ def use_all(rb: ReplayBuffer) -> None:
     rb.update_tensordict_priority(batch.set("td_error", torch.rand(8)))
 
 
-def fork_beside(hold: Callable[[Any], AbstractContextManager[Any]], shared: bool) -> None:
+def fork_beside(
+    hold: Callable[[Any], AbstractContextManager[Any]], shared: bool
+) -> None:
     """Fork while another thread holds a lock, and use the buffer in both processes."""
     os.setsid()  # the test kills this process and its child together
     torch.set_num_threads(1)
-    rb = ReplayBuffer(storage=PackedStorage(100), sampler=RankSampler(100), batch_size=8)
+    rb = ReplayBuffer(
+        storage=PackedStorage(100), sampler=RankSampler(100), batch_size=8
+    )
     rb.extend(points(20))
     use_all(rb)
     if shared:
@@ -293,10 +353,19 @@ HOLDS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning", "ignore:this process was forked")
-@pytest.mark.parametrize(("what", "shared"), [("numba's compiler", False), ("the rows", True), ("the ranks", True)])
-def test_a_fork_beside_a_thread_that_holds_a_lock_stops_no_process(what: str, shared: bool) -> None:
-    process = mp.get_context("fork").Process(target=fork_beside, args=(HOLDS[what], shared))
+@pytest.mark.filterwarnings(
+    "ignore:.*use of fork:DeprecationWarning", "ignore:this process was forked"
+)
+@pytest.mark.parametrize(
+    ("what", "shared"),
+    [("numba's compiler", False), ("the rows", True), ("the ranks", True)],
+)
+def test_a_fork_beside_a_thread_that_holds_a_lock_stops_no_process(
+    what: str, shared: bool
+) -> None:
+    process = mp.get_context("fork").Process(
+        target=fork_beside, args=(HOLDS[what], shared)
+    )
     process.start()
     process.join(30)
     ended = process.exitcode
@@ -304,4 +373,6 @@ def test_a_fork_beside_a_thread_that_holds_a_lock_stops_no_process(what: str, sh
         assert process.pid is not None
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
-    assert ended == 0, "a process waits for ever" if ended is None else f"exit status {ended}"
+    assert ended == 0, (
+        "a process waits for ever" if ended is None else f"exit status {ended}"
+    )

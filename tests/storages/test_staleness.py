@@ -1,4 +1,5 @@
-"""Late updates of priorities go only to rows that still hold what was sampled, however the batch came and went."""
+"""Late updates of priorities go only to rows that still hold what was sampled, however
+the batch came and went."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import (
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.kernels.serials import REVISION
@@ -31,16 +36,32 @@ class Known(World):
         self.known |= {row.fields["observation",][0]: row for row in self.model.rows()}
 
     def check_update(self, batch: TensorDictBase) -> None:
-        """Update with errors unlike any priority, and compare all priorities and the number of stale rows."""
-        rows = [self.known[seen] for seen in batch["observation"][..., 0].flatten().tolist()]
-        errors, before = [ERROR + j for j in range(len(rows))], self.rb.health()["stale_updates"]
-        self.rb.update_tensordict_priority(batch.set("td_error", torch.tensor(errors).view(batch.shape)))
-        assert self.rb.health()["stale_updates"] - before == self.model.update(rows, errors)
+        """Update with errors unlike any priority, and compare all priorities and the
+        number of stale rows."""
+        rows = [
+            self.known[seen] for seen in batch["observation"][..., 0].flatten().tolist()
+        ]
+        errors, before = (
+            [ERROR + j for j in range(len(rows))],
+            self.rb.health()["stale_updates"],
+        )
+        self.rb.update_tensordict_priority(
+            batch.set("td_error", torch.tensor(errors).view(batch.shape))
+        )
+        assert self.rb.health()["stale_updates"] - before == self.model.update(
+            rows, errors
+        )
         assert_holds(self.rb, self.model, episodes=False)
 
 
 def full(lanes: int = 0, **options: Any) -> Known:
-    world: Any = Known.of(ProportionalSampler(STEPS * max(1, lanes)), STEPS, lanes, batch_size=12, **options)
+    world: Any = Known.of(
+        ProportionalSampler(STEPS * max(1, lanes)),
+        STEPS,
+        lanes,
+        batch_size=12,
+        **options,
+    )
     world.write(STEPS)
     return world
 
@@ -67,7 +88,11 @@ def test_the_stamp_survives_what_users_do_with_a_batch() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"prefetch": 3}, {"transform": lambda batch: batch}, {"collate_fn": lambda rows: rows}],
+    [
+        {"prefetch": 3},
+        {"transform": lambda batch: batch},
+        {"collate_fn": lambda rows: rows},
+    ],
     ids=["prefetch", "transform", "general path"],
 )
 @pytest.mark.parametrize("lanes", [0, 3])
@@ -80,18 +105,35 @@ def test_it_holds_however_the_batch_came(options: dict[str, Any], lanes: int) ->
     assert world.rb.health()["stale_updates"] > 0
 
 
-@pytest.mark.parametrize("writer", [lambda: TensorDictMaxValueWriter(rank_key="rank"), TensorDictRoundRobinWriter])
+@pytest.mark.parametrize(
+    "writer",
+    [lambda: TensorDictMaxValueWriter(rank_key="rank"), TensorDictRoundRobinWriter],
+)
 def test_it_holds_under_torchrls_writers(writer: Any) -> None:
-    rb = ReplayBuffer(storage=PackedStorage(30), sampler=ProportionalSampler(30), writer=writer(), batch_size=12)
+    rb = ReplayBuffer(
+        storage=PackedStorage(30),
+        sampler=ProportionalSampler(30),
+        writer=writer(),
+        batch_size=12,
+    )
     for first in range(0, 175, 7):
         batch = rb.sample() if first else None
-        rb.extend(TensorDict({"x": torch.arange(first, first + 7), "rank": torch.rand(7)}, [7]))
+        rb.extend(
+            TensorDict(
+                {"x": torch.arange(first, first + 7), "rank": torch.rand(7)}, [7]
+            )
+        )
         if batch is None:
             continue
-        expected, same = rb.sampler.priority(torch.arange(30)), rb.storage["x"][batch["index"]] == batch["x"]
+        expected, same = (
+            rb.sampler.priority(torch.arange(30)),
+            rb.storage["x"][batch["index"]] == batch["x"],
+        )
         batch["td_error"] = ERROR + torch.arange(12.0) + 12 * first
         rb.update_tensordict_priority(batch)
-        for row, error in zip(batch["index"][same], batch["td_error"][same], strict=True):
+        for row, error in zip(
+            batch["index"][same], batch["td_error"][same], strict=True
+        ):
             expected[row] = error
         assert torch.equal(rb.sampler.priority(torch.arange(30)), expected)
     assert 0 < rb.health()["stale_updates"] < 24 * 12
@@ -111,20 +153,29 @@ def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold() -> None:
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls: Any) -> None:
     plain = cls(storage=PackedStorage(10), batch_size=4)
-    prioritized = cls(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    prioritized = cls(
+        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
+    )
     for rb in (plain, prioritized):
         rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
-        assert ("sampled_at" in rb.sample().keys()) == (rb is prioritized and cls is ReplayBuffer)
+        assert ("sampled_at" in rb.sample().keys()) == (
+            rb is prioritized and cls is ReplayBuffer
+        )
 
 
 def test_buffers_over_one_storage_know_of_each_others_writes() -> None:
     world = full()
-    other = ReplayBuffer(storage=world.rb.storage, sampler=ProportionalSampler(STEPS), batch_size=12)
+    other = ReplayBuffer(
+        storage=world.rb.storage, sampler=ProportionalSampler(STEPS), batch_size=12
+    )
     batch = other.sample().set("td_error", torch.full((12,), ERROR))
     world.write(STEPS)
     other.update_tensordict_priority(batch)
     assert (other.sampler.priority(torch.arange(STEPS)) == 1.0).all()
-    assert (other.health()["stale_updates"], world.rb.health()["stale_updates"]) == (12, 0)
+    assert (other.health()["stale_updates"], world.rb.health()["stale_updates"]) == (
+        12,
+        0,
+    )
 
 
 @pytest.mark.parametrize("slots", [[3], [7, 3, 5], [*range(9, -1, -1)], [2, 3, 4]])
@@ -134,9 +185,14 @@ def test_rows_that_are_written_out_of_order_get_other_stamps(slots: list[int]) -
     for _ in range(3):
         batches.append(world.rb.sample().set("td_error", torch.full((12,), ERROR)))
         before = ring.stamp(cells)
-        world.rb.storage.set(torch.tensor(slots), world.rb.storage.get(torch.tensor(slots)))
+        world.rb.storage.set(
+            torch.tensor(slots), world.rb.storage.get(torch.tensor(slots))
+        )
         ring.check()
-        assert (ring.in_order, (ring.stamp(cells) != before).nonzero()[:, 0].tolist()) == (False, sorted(slots))
+        assert (
+            ring.in_order,
+            (ring.stamp(cells) != before).nonzero()[:, 0].tolist(),
+        ) == (False, sorted(slots))
         for batch in batches:
             stale = world.rb.health()["stale_updates"]
             world.rb.update_tensordict_priority(batch)
@@ -144,12 +200,18 @@ def test_rows_that_are_written_out_of_order_get_other_stamps(slots: list[int]) -
             assert world.rb.health()["stale_updates"] - stale == int(is_gone.sum())
     world.rb.extend(world.rb.storage[:])
     assert ring.in_order
-    assert (world.rb.storage.skip_stale(batches[0]["index"], batches[0]["sampled_at"])[0] == -1).all()
+    assert (
+        world.rb.storage.skip_stale(batches[0]["index"], batches[0]["sampled_at"])[0]
+        == -1
+    ).all()
 
 
 def test_stamps_from_before_a_load_or_empty_match_no_row() -> None:
     world = full()
-    batch, state = world.rb.sample().set("td_error", torch.full((12,), ERROR)), world.rb.state_dict()
+    batch, state = (
+        world.rb.sample().set("td_error", torch.full((12,), ERROR)),
+        world.rb.state_dict(),
+    )
     for change in (lambda: world.rb.load_state_dict(state), world.rb.empty):
         change()
         world.write(STEPS)
@@ -158,9 +220,13 @@ def test_stamps_from_before_a_load_or_empty_match_no_row() -> None:
 
 
 def numbered(first: int, count: int, lanes: int) -> TensorDict:
-    number = torch.arange(first, first + count) + 1000 * torch.arange(max(1, lanes))[:, None]
+    number = (
+        torch.arange(first, first + count) + 1000 * torch.arange(max(1, lanes))[:, None]
+    )
     number = number if lanes else number[0]
-    return TensorDict({"x": number, "next": {"done": (number % 4 == 3)[..., None]}}, number.shape)
+    return TensorDict(
+        {"x": number, "next": {"done": (number % 4 == 3)[..., None]}}, number.shape
+    )
 
 
 LIMITS: Sequence[Any] = [
@@ -173,7 +239,9 @@ LIMITS: Sequence[Any] = [
 
 
 @pytest.mark.parametrize(("limit", "sampler", "lanes", "shared"), LIMITS)
-def test_days_of_writes_pass_the_limits_of_integers(limit: int, sampler: Any, lanes: int, shared: bool) -> None:
+def test_days_of_writes_pass_the_limits_of_integers(
+    limit: int, sampler: Any, lanes: int, shared: bool
+) -> None:
     """Every counter starts near a limit, and nothing changes when it passes it."""
     storage = PackedStorage(21, ndim=2 if lanes else 1)
     rb = ReplayBuffer(storage=storage, sampler=sampler(21), batch_size=6, shared=shared)
@@ -188,11 +256,15 @@ def test_days_of_writes_pass_the_limits_of_integers(limit: int, sampler: Any, la
     while written < 120:
         batch = rb.sample() if written else None
         count = 1 + written % 4
-        rb.extend(numbered(written, count, lanes)) if count > 1 else rb.add(numbered(written, 1, lanes)[..., 0])
+        rb.extend(numbered(written, count, lanes)) if count > 1 else rb.add(
+            numbered(written, 1, lanes)[..., 0]
+        )
         written += count
         if batch is not None:
             held = rb.storage[:]["x"].flatten()
-            index = batch["index"] @ torch.tensor([lanes, 1]) if lanes else batch["index"]
+            index = (
+                batch["index"] @ torch.tensor([lanes, 1]) if lanes else batch["index"]
+            )
             stale += int((held[index] != batch["x"]).sum())
             batch["td_error"] = torch.rand(6)
             rb.update_tensordict_priority(batch)
@@ -200,9 +272,19 @@ def test_days_of_writes_pass_the_limits_of_integers(limit: int, sampler: Any, la
             rb.storage.set(torch.tensor([3]), rb.storage.get(torch.tensor([3])))
         assert (rb.sampler.priority(torch.arange(len(rb))) > 0).all()
         if rb.storage.in_time_order:
-            kept, stored, cells = min(steps, written), rb.chronological()["x"], torch.arange(len(rb))
-            assert (stored[:, 0] if lanes else stored).tolist() == list(range(written - kept, written))
-            for mine, right in zip(trajectories.reach(cells), TrajectoryIndex(rb.storage).reach(cells), strict=True):
+            kept, stored, cells = (
+                min(steps, written),
+                rb.chronological()["x"],
+                torch.arange(len(rb)),
+            )
+            assert (stored[:, 0] if lanes else stored).tolist() == list(
+                range(written - kept, written)
+            )
+            for mine, right in zip(
+                trajectories.reach(cells),
+                TrajectoryIndex(rb.storage).reach(cells),
+                strict=True,
+            ):
                 assert torch.equal(mine, right)
     assert stale > 5
     wrapped = (limit - 5 + stale + 2**63) % 2**64 - 2**63

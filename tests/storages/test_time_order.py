@@ -1,4 +1,5 @@
-"""Samplers that need rows in time order refuse all others: by the writer, and by what was written to the rows."""
+"""Samplers that need rows in time order refuse all others: by the writer, and by what
+was written to the rows."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter, Writer
+from torchrl.data.replay_buffers import (
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 
 from rlbuf_td import (
     FreshRowsSampler,
@@ -45,19 +50,29 @@ SAMPLERS = {
     "fresh": lambda: FreshRowsSampler(UniformSampler()),
     "n-step": lambda: NStepSampler(UniformSampler(), 3, 0.9),
     "windows": lambda: SequenceSampler(UniformSampler(), 2),
-    "hindsight": lambda: HindsightSampler(UniformSampler(), lambda batch: batch["next", "reward"]),
+    "hindsight": lambda: HindsightSampler(
+        UniformSampler(), lambda batch: batch["next", "reward"]
+    ),
 }
 
 
 def rows(first: int, count: int) -> TensorDict:
     number = torch.arange(first, first + count)
     goal = number[:, None].float()
-    outcome = {"reward": -goal, "done": number[:, None] % 5 == 4, "achieved_goal": goal, "desired_goal": goal}
+    outcome = {
+        "reward": -goal,
+        "done": number[:, None] % 5 == 4,
+        "achieved_goal": goal,
+        "desired_goal": goal,
+    }
     return TensorDict({"x": number, "desired_goal": goal, "next": outcome}, [count])
 
 
 def buffer(storage: Any = None, sampler: Any = None, **parts: Any) -> ReplayBuffer:
-    storage, sampler = PackedStorage(T) if storage is None else storage, sampler or UniformSampler()
+    storage, sampler = (
+        PackedStorage(T) if storage is None else storage,
+        sampler or UniformSampler(),
+    )
     return ReplayBuffer(storage=storage, sampler=sampler, batch_size=8, **parts)
 
 
@@ -102,7 +117,10 @@ def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
     for first in range(0, 3 * T, 4):
         ordered.extend(rows(first, 4))
         assert ordered.sample().shape == (8,)
-    swapping = buffer(sampler=sampler(), writer=Every(lambda count: count if count < T else (5 * count) % T))
+    swapping = buffer(
+        sampler=sampler(),
+        writer=Every(lambda count: count if count < T else (5 * count) % T),
+    )
     swapping.extend(rows(0, T))
     for _ in range(4):  # the fast path, too
         swapping.sample()
@@ -112,8 +130,14 @@ def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
             swapping.sample()
     with pytest.raises(ValueError, match=REFUSED):
         swapping.sampler.sample(swapping.storage, 4)
-    with pytest.raises(ValueError, match="a Every may write in any order: use a PackedStorage"):
-        buffer(LazyTensorStorage(T), RecencySampler(), writer=Every(lambda count: count % T))
+    with pytest.raises(
+        ValueError, match="a Every may write in any order: use a PackedStorage"
+    ):
+        buffer(
+            LazyTensorStorage(T),
+            RecencySampler(),
+            writer=Every(lambda count: count % T),
+        )
 
 
 def rows_only(of: ReplayBuffer, path: Path, sampler: Any = None) -> ReplayBuffer:
@@ -164,7 +188,11 @@ def test_rows_of_a_reservoir_stay_without_time_order(way, tmp_path):
     of = reservoir()
     assert not of.storage.in_time_order
     storage, sampler = WAYS[way](of, tmp_path), SAMPLERS["n-step"]
-    for make in (buffer, with_storage) if way == "shared" else (buffer, with_storage, with_sampler):
+    for make in (
+        (buffer, with_storage)
+        if way == "shared"
+        else (buffer, with_storage, with_sampler)
+    ):
         with pytest.raises(ValueError, match="needs rows in time order"):
             make(storage, sampler()).sample()
     assert buffer(storage).sample().shape == (8,)
@@ -180,7 +208,8 @@ def test_a_ring_that_has_replaced_all_rows_is_in_time_order_again(count, tmp_pat
     for first in range(0, T, count):
         assert not rb.storage.in_time_order
         rb.extend(rows(first, count))
-        rb.storage.set(3, rb[3], set_cursor=False)  # replaced rows are no progress of the ring
+        # replaced rows are no progress of the ring
+        rb.storage.set(3, rb[3], set_cursor=False)
     rb.set_sampler(SAMPLERS["n-step"]())
     rb.sample()
     end = -(-T // count) * count
@@ -192,7 +221,9 @@ def test_a_ring_that_has_replaced_all_rows_is_in_time_order_again(count, tmp_pat
 
 
 def test_torchrls_buffers_of_the_largest_values_are_imported_without_order(tmp_path):
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(T), writer=TensorDictMaxValueWriter("x"), batch_size=4)
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(T), writer=TensorDictMaxValueWriter("x"), batch_size=4
+    )
     theirs.extend(rows(0, 3 * T))
     theirs.dumps(tmp_path)
     for source in (theirs, tmp_path):
@@ -204,13 +235,21 @@ def test_torchrls_buffers_of_the_largest_values_are_imported_without_order(tmp_p
 # -- several buffers over one storage
 
 
-EMPTIED = [(by_ours, refill, by_ours == (refill > 5)) for by_ours in (True, False) for refill in (0, T + 3)]
+EMPTIED = [
+    (by_ours, refill, by_ours == (refill > 5))
+    for by_ours in (True, False)
+    for refill in (0, T + 3)
+]
 
 
 @pytest.mark.parametrize(("by_ours", "refill", "single"), EMPTIED)
-def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(by_ours, refill, single):
+def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(
+    by_ours, refill, single
+):
     rb = buffer(PackedStorage(T))
-    theirs = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictRoundRobinWriter())
+    theirs = TensorDictReplayBuffer(
+        storage=rb.storage, writer=TensorDictRoundRobinWriter()
+    )
     other = buffer(rb.storage) if by_ours else theirs
     for _ in range(3):  # the fast path, too
         rb.extend(rows(100, 4))
@@ -225,7 +264,10 @@ def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(by_ours, r
     assert len(rb) == min(T, end)
 
 
-@pytest.mark.parametrize("sampler", [lambda: ProportionalSampler(T), lambda: RankSampler(T), MinibatchSampler])
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda: ProportionalSampler(T), lambda: RankSampler(T), MinibatchSampler],
+)
 def test_a_buffer_draws_none_of_the_rows_that_another_buffer_has_removed(sampler):
     rb = buffer(sampler=sampler())
     rb.extend(rows(100, 12))
@@ -250,5 +292,7 @@ def test_two_rings_over_one_storage_write_one_after_the_other():
     for first in range(0, 40, 5):
         one.extend(rows(first, 3))
         two.extend(rows(first + 3, 2))
-        assert one.chronological()["x"].tolist() == [*range(max(0, first + 5 - T), first + 5)]
+        assert one.chronological()["x"].tolist() == [
+            *range(max(0, first + 5 - T), first + 5)
+        ]
     assert two.storage.in_time_order

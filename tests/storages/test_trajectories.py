@@ -1,4 +1,5 @@
-"""Trajectories by example: what the index is asked and told, what ends them, that alternating rows are reported."""
+"""Trajectories by example: what the index is asked and told, what ends them, that
+alternating rows are reported."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ from tests.storages.test_kill import call_within_a_write, die
 from tests.test_lockstep import forked
 
 
-def steps(done: list[int], *, ids: list[int] | None = None, key: tuple[str, ...] = ("next", "done")) -> TensorDict:
+def steps(
+    done: list[int],
+    *,
+    ids: list[int] | None = None,
+    key: tuple[str, ...] = ("next", "done"),
+) -> TensorDict:
     data = TensorDict({"x": torch.arange(len(done))}, [len(done)])
     data[key] = torch.tensor(done, dtype=torch.bool).unsqueeze(-1)
     if ids is not None:
@@ -68,14 +74,20 @@ def test_a_storage_has_one_pair_of_keys():
     rb.extend(data)
     index = TrajectoryIndex(rb.storage, done_key="end", traj_key=None)
     assert [found[0] for found in reach(index, 4)] == [0, 0, 1, 2]
-    assert TrajectoryIndex(rb.storage, done_key=("end",), traj_key=None).keys.done_key == ("end",)
-    with pytest.raises(ValueError, match=r"done_key=\('end',\) and traj_key=None, not by .*use one pair"):
+    assert TrajectoryIndex(
+        rb.storage, done_key=("end",), traj_key=None
+    ).keys.done_key == ("end",)
+    with pytest.raises(
+        ValueError,
+        match=r"done_key=\('end',\) and traj_key=None, not by .*use one pair",
+    ):
         TrajectoryIndex(rb.storage)
 
 
 @pytest.mark.parametrize("often", [0.01, 0.0])
 def test_a_large_random_ring_by_numpy(often):
-    """A million rows, ten thousand trajectories or one: every row at once, against a cumulative count."""
+    """A million rows, ten thousand trajectories or one: every row at once, against a
+    cumulative count."""
     rng = np.random.default_rng(0)
     n, capacity = 1_300_001, 1_000_000
     done = rng.random(n) < often
@@ -86,7 +98,9 @@ def test_a_large_random_ring_by_numpy(often):
     kept = done[-capacity:]
     at = np.arange(capacity)
     first = np.maximum.accumulate(np.where(np.append(True, kept[:-1]), at, 0))
-    last = np.minimum.accumulate(np.where(np.append(kept[:-1], True), at, capacity)[::-1])[::-1]
+    last = np.minimum.accumulate(
+        np.where(np.append(kept[:-1], True), at, capacity)[::-1]
+    )[::-1]
     rows = torch.from_numpy((at + n - capacity) % capacity)
     back, ahead, ended = index.reach(rows)
     assert np.array_equal(back.numpy(), at - first)
@@ -99,10 +113,15 @@ def test_a_large_random_ring_by_numpy(often):
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_done_flags_that_are_edited_through_a_view_end_trajectories(ndim):
     rb = ReplayBuffer(
-        storage=PackedStorage(64, ndim=ndim), sampler=NStepSampler(UniformSampler(), 3, 0.9), batch_size=64
+        storage=PackedStorage(64, ndim=ndim),
+        sampler=NStepSampler(UniformSampler(), 3, 0.9),
+        batch_size=64,
     )
     shape = (64,) if ndim == 1 else (2, 32)
-    after = {"reward": torch.ones(*shape, 1), "done": torch.zeros(*shape, 1, dtype=torch.bool)}
+    after = {
+        "reward": torch.ones(*shape, 1),
+        "done": torch.zeros(*shape, 1, dtype=torch.bool),
+    }
     rb.extend(TensorDict({"x": torch.zeros(shape), "next": after}, shape))
     rb.sample(), rb.sample()
     rb["next", "done"].fill_(True)
@@ -111,7 +130,9 @@ def test_done_flags_that_are_edited_through_a_view_end_trajectories(ndim):
     assert rb.sample()["steps_to_next_obs"].max() == 3
 
 
-@pytest.mark.parametrize(("how", "edits_before"), [("pickled", True), ("shared", False), ("moved", False)])
+@pytest.mark.parametrize(
+    ("how", "edits_before"), [("pickled", True), ("shared", False), ("moved", False)]
+)
 def test_an_edit_is_noticed_whatever_happens_to_the_rows_around_it(how, edits_before):
     rb = ReplayBuffer(storage=PackedStorage(8))
     rb.extend(steps([0] * 8))
@@ -127,29 +148,54 @@ def test_an_edit_is_noticed_whatever_happens_to_the_rows_around_it(how, edits_be
         rb.storage[:]["x"].share_memory_()
     if not edits_before:
         rb["next", "done"].fill_(False)
-    assert reach(TrajectoryIndex(rb.storage), 8) == [(j, 7 - j, False) for j in range(8)]
+    assert reach(TrajectoryIndex(rb.storage), 8) == [
+        (j, 7 - j, False) for j in range(8)
+    ]
     rb.extend(steps([0]))
     assert reach(TrajectoryIndex(rb.storage), 8)[0] == (7, 0, False)
 
 
 def of_one(first: int, *, done: bool) -> TensorDict:
     """Return 10 steps of the trajectory 0, with observations from ``first`` on."""
-    here, ends = torch.arange(float(first), first + 10).unsqueeze(-1), torch.zeros(10, 1, dtype=torch.bool)
+    here, ends = (
+        torch.arange(float(first), first + 10).unsqueeze(-1),
+        torch.zeros(10, 1, dtype=torch.bool),
+    )
     ends[-1] = done
-    after = {"observation": here + 1, "achieved_goal": here + 1, "reward": torch.ones(10, 1), "done": ends}
-    now = {"observation": here, "desired_goal": here, "collector": {"traj_ids": torch.zeros(10, dtype=torch.int64)}}
-    return TensorDict(now | {"next": after | {"terminated": ends, "desired_goal": here}}, [10])
+    after = {
+        "observation": here + 1,
+        "achieved_goal": here + 1,
+        "reward": torch.ones(10, 1),
+        "done": ends,
+    }
+    now = {
+        "observation": here,
+        "desired_goal": here,
+        "collector": {"traj_ids": torch.zeros(10, dtype=torch.int64)},
+    }
+    return TensorDict(
+        now | {"next": after | {"terminated": ends, "desired_goal": here}}, [10]
+    )
 
 
 def loadable(capacity: int = 100) -> ReplayBuffer:
-    hindsight = HindsightSampler(UniformSampler(), lambda batch: torch.zeros(len(batch), 1), her_ratio=1.0)
+    hindsight = HindsightSampler(
+        UniformSampler(), lambda batch: torch.zeros(len(batch), 1), her_ratio=1.0
+    )
     sampler = NStepSampler(hindsight, n_steps=5, gamma=1.0)
-    rb = ReplayBuffer(storage=PackedStorage(capacity), sampler=sampler, batch_size=256, stats=EpisodeStats())
+    rb = ReplayBuffer(
+        storage=PackedStorage(capacity),
+        sampler=sampler,
+        batch_size=256,
+        stats=EpisodeStats(),
+    )
     rb.empty()  # the buffer is there
     return rb
 
 
-@pytest.mark.parametrize("how", ["dump", "rows", "smaller", "state", "storage dump", "storage state"])
+@pytest.mark.parametrize(
+    "how", ["dump", "rows", "smaller", "state", "storage dump", "storage state"]
+)
 def test_no_trajectory_goes_on_after_a_load(how, tmp_path: Path):
     saved, rb = loadable(), loadable(50 if how == "smaller" else 100)
     saved.extend(of_one(0, done=False))
@@ -182,18 +228,30 @@ STRETCHES = r"stored in stretches of 1\.0 rows on average, .* alternate: .* Pack
 SAMPLERS: dict[str, Any] = {
     "n-step": lambda: NStepSampler(UniformSampler(), 5, 0.9),
     "sequences": lambda: SequenceSampler(ProportionalSampler(200), 8),
-    "hindsight": lambda: HindsightSampler(UniformSampler(), lambda batch: batch["next", "reward"]),
+    "hindsight": lambda: HindsightSampler(
+        UniformSampler(), lambda batch: batch["next", "reward"]
+    ),
     "nested": lambda: NStepSampler(FreshRowsSampler(UniformSampler()), 5, 0.9),
 }
 
 
-def interleaved(steps: int, lanes: int, length: int = 20, ids: bool = True, flags: bool = True) -> TensorDict:
-    """Return transitions ``[T, E]`` of episodes of ``length`` steps, all lanes at the same step."""
+def interleaved(
+    steps: int, lanes: int, length: int = 20, ids: bool = True, flags: bool = True
+) -> TensorDict:
+    """Return transitions ``[T, E]`` of episodes of ``length`` steps, all lanes at the
+    same step."""
     step = torch.arange(steps)[:, None].expand(steps, lanes)
     done = (step % length == length - 1).unsqueeze(-1)
     state = (step * lanes + torch.arange(lanes)).unsqueeze(-1).float()
-    following = {"observation": state + lanes, "achieved_goal": state, "reward": torch.ones_like(state)}
-    data = TensorDict({"observation": state, "desired_goal": state.clone(), "next": following}, [steps, lanes])
+    following = {
+        "observation": state + lanes,
+        "achieved_goal": state,
+        "reward": torch.ones_like(state),
+    }
+    data = TensorDict(
+        {"observation": state, "desired_goal": state.clone(), "next": following},
+        [steps, lanes],
+    )
     if flags:
         data["next", "done"] = done
     if ids:
@@ -201,7 +259,9 @@ def interleaved(steps: int, lanes: int, length: int = 20, ids: bool = True, flag
     return data.clone()
 
 
-def over(sampler: Any, cls: Any = ReplayBuffer, storage: Any = PackedStorage, ndim: int = 1) -> Any:
+def over(
+    sampler: Any, cls: Any = ReplayBuffer, storage: Any = PackedStorage, ndim: int = 1
+) -> Any:
     return cls(storage=storage(200, ndim=ndim), sampler=sampler, batch_size=16)
 
 
@@ -215,9 +275,12 @@ def over(sampler: Any, cls: Any = ReplayBuffer, storage: Any = PackedStorage, nd
         ("nested", 40, True),
     ],
 )
-def test_interleaved_trajectories_are_reported_once_with_the_mean_stretch(kind: str, steps: int, flags: bool) -> None:
+def test_interleaved_trajectories_are_reported_once_with_the_mean_stretch(
+    kind: str, steps: int, flags: bool
+) -> None:
     rb = over(SAMPLERS[kind]())
-    rb.extend(interleaved(steps, 4, flags=flags)[0, :1].flatten())  # too few rows to tell
+    # too few rows to tell
+    rb.extend(interleaved(steps, 4, flags=flags)[0, :1].flatten())
     rb.sample()
     rb.extend(interleaved(steps, 4, flags=flags).flatten()[1:])
     with pytest.warns(RuntimeWarning, match=STRETCHES):
@@ -237,12 +300,23 @@ def test_interleaved_trajectories_are_reported_once_with_the_mean_stretch(kind: 
         interleaved(120, 1, length=2, flags=False).flatten(),
         interleaved(120, 1, length=2, ids=False).flatten(),
         interleaved(40, 3, ids=False).transpose(0, 1).flatten(),
-        interleaved(40, 3).transpose(0, 1).flatten(),  # 20 steps of one environment, then of the next
+        # 20 steps of one environment, then of the next
+        interleaved(40, 3).transpose(0, 1).flatten(),
         interleaved(1, 1).flatten(),
     ],
-    ids=["1 step", "2 steps", "2 steps by id", "2 steps by flag", "no ids", "in pieces", "one row"],
+    ids=[
+        "1 step",
+        "2 steps",
+        "2 steps by id",
+        "2 steps by flag",
+        "no ids",
+        "in pieces",
+        "one row",
+    ],
 )
-def test_short_episodes_and_whole_trajectories_are_not(kind: str, data: TensorDict) -> None:
+def test_short_episodes_and_whole_trajectories_are_not(
+    kind: str, data: TensorDict
+) -> None:
     rb = over(SAMPLERS[kind]())
     rb.extend(data)
     for _ in range(3):
@@ -259,25 +333,41 @@ def test_lanes_of_their_own_and_draws_of_single_rows_need_no_warning() -> None:
     plain.sample()
 
 
-# -- boundaries of episodes, and identities of rows, outlast loads, edits, kills, full rings and new rollouts
+# -- boundaries of episodes, and identities of rows, outlast loads, edits, kills, full
+# rings and new rollouts
 
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def stored(first: int, ids: list[int], done: Iterable[int] = (), with_ids: bool = True) -> TensorDict:
-    """Rows that know their number ``x``; those whose number is in ``done`` end an episode."""
+def stored(
+    first: int, ids: list[int], done: Iterable[int] = (), with_ids: bool = True
+) -> TensorDict:
+    """Rows that know their number ``x``; those whose number is in ``done`` end an
+    episode."""
     x = torch.arange(first, first + len(ids))
     ends = torch.tensor([number in {*done} for number in x.tolist()])[:, None]
-    after = {"reward": x[:, None].float(), "done": ends, "terminated": ends, "state_value": torch.zeros(len(x), 1)}
-    data = TensorDict({"x": x, "note": torch.zeros(len(x), 1), "state_value": torch.zeros(len(x), 1)}, [len(x)])
+    after = {
+        "reward": x[:, None].float(),
+        "done": ends,
+        "terminated": ends,
+        "state_value": torch.zeros(len(x), 1),
+    }
+    data = TensorDict(
+        {"x": x, "note": torch.zeros(len(x), 1), "state_value": torch.zeros(len(x), 1)},
+        [len(x)],
+    )
     data["next"] = TensorDict(after, [len(x)])
     return data.set(("collector", "traj_ids"), torch.tensor(ids)) if with_ids else data
 
 
 def test_an_edit_after_a_load_joins_no_episodes(tmp_path: Path) -> None:
     def made() -> ReplayBuffer:
-        return ReplayBuffer(storage=PackedStorage(10), sampler=NStepSampler(UniformSampler(), 10, 1.0), batch_size=64)
+        return ReplayBuffer(
+            storage=PackedStorage(10),
+            sampler=NStepSampler(UniformSampler(), 10, 1.0),
+            batch_size=64,
+        )
 
     before, rb = made(), made()
     before.extend(stored(0, [0] * 3))
@@ -291,7 +381,9 @@ def test_an_edit_after_a_load_joins_no_episodes(tmp_path: Path) -> None:
 
 def test_a_load_and_another_restart_join_no_episodes(tmp_path: Path) -> None:
     def run(first: int, count: int) -> ReplayBuffer:
-        rb = ReplayBuffer(storage=PackedStorage(20, scratch_dir=tmp_path / "rows", reopen=True))
+        rb = ReplayBuffer(
+            storage=PackedStorage(20, scratch_dir=tmp_path / "rows", reopen=True)
+        )
         rb.extend(stored(first, [0] * count))
         return rb
 
@@ -306,7 +398,9 @@ def test_a_load_and_another_restart_join_no_episodes(tmp_path: Path) -> None:
 @needs_fork
 def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
     def opened() -> ReplayBuffer:
-        return ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2, scratch_dir=tmp_path, reopen=True))
+        return ReplayBuffer(
+            storage=PackedStorage(8, ndim=2, lanes=2, scratch_dir=tmp_path, reopen=True)
+        )
 
     def killed() -> None:
         rb = opened()
@@ -320,7 +414,11 @@ def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
         lane = rb.lane(0).chronological()
         at = torch.stack([(rb[:]["x"] == x).nonzero()[0] for x in lane["x"]])
         lengths = TrajectoryIndex(rb.storage).length((at[:, 1], at[:, 0]))
-        assert dict(zip(lane["x"].tolist(), lengths.tolist(), strict=True)) == {1: 1, 100: 2, 101: 2}
+        assert dict(zip(lane["x"].tolist(), lengths.tolist(), strict=True)) == {
+            1: 1,
+            100: 2,
+            101: 2,
+        }
 
 
 def test_a_refused_first_write_of_a_handle_ends_no_episode() -> None:
@@ -330,15 +428,24 @@ def test_a_refused_first_write_of_a_handle_ends_no_episode() -> None:
         handle.extend(stored(first, [0] * 2))
         with pytest.raises(SchemaError):
             rb.lane(0).extend(stored(9, [0]).exclude("note"))
-    assert TrajectoryIndex(rb.storage).length((torch.arange(6), torch.zeros(6).long())).tolist() == [6] * 6
+    assert (
+        TrajectoryIndex(rb.storage)
+        .length((torch.arange(6), torch.zeros(6).long()))
+        .tolist()
+        == [6] * 6
+    )
     rb.lane(0).extend(stored(6, [0]))
-    assert TrajectoryIndex(rb.storage).length((torch.arange(7), torch.zeros(7).long())).tolist() == [6] * 6 + [1]
+    assert TrajectoryIndex(rb.storage).length(
+        (torch.arange(7), torch.zeros(7).long())
+    ).tolist() == [6] * 6 + [1]
 
 
 @needs_fork
 def test_rows_of_a_killed_write_take_late_priorities() -> None:
     storage = PackedStorage(80, ndim=2, lanes=2)
-    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(80), batch_size=64).share()
+    rb = ReplayBuffer(
+        storage=storage, sampler=ProportionalSampler(80), batch_size=64
+    ).share()
     for lane, count in enumerate((40, 20)):
         rb.extend(stored(100 * lane, [0] * count, with_ids=False), lanes=lane)
 
@@ -356,7 +463,9 @@ def test_rows_of_a_killed_write_take_late_priorities() -> None:
 
 def test_an_episode_cut_by_a_whole_ring_is_not_whole() -> None:
     sampler = EpisodeSampler(by="episode")
-    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2), sampler=sampler, batch_size=8)
+    rb = ReplayBuffer(
+        storage=PackedStorage(8, ndim=2, lanes=2), sampler=sampler, batch_size=8
+    )
     rb.extend(stored(0, [7, 7]), lanes=0)
     TrajectoryIndex(rb.storage).whole()
     rb.extend(stored(2, [7, 7, 8, 8]), lanes=0)  # as many rows as a lane has
@@ -366,7 +475,9 @@ def test_an_episode_cut_by_a_whole_ring_is_not_whole() -> None:
 
 def test_an_episode_cut_after_empty_is_not_whole() -> None:
     sampler = EpisodeSampler(finished_only=False)
-    rb = ReplayBuffer(storage=PackedStorage(6, ndim=2, lanes=2), sampler=sampler, batch_size=2)
+    rb = ReplayBuffer(
+        storage=PackedStorage(6, ndim=2, lanes=2), sampler=sampler, batch_size=2
+    )
     rb.extend(stored(0, [0] * 2, with_ids=False), lanes=0)
     rb.sample()
     rb.empty()
@@ -376,7 +487,9 @@ def test_an_episode_cut_after_empty_is_not_whole() -> None:
 
 
 def test_an_episode_cut_by_a_new_rollout_is_not_whole() -> None:
-    rb = RolloutBuffer(6, sampler=EpisodeSampler(by="episode"), batch_size=4, partial=True)
+    rb = RolloutBuffer(
+        6, sampler=EpisodeSampler(by="episode"), batch_size=4, partial=True
+    )
     rb.extend(stored(0, [0] * 6))
     rb.sampler.can_sample(rb.storage, 4)
     TrajectoryIndex(rb.storage).whole()
@@ -387,30 +500,53 @@ def test_an_episode_cut_by_a_new_rollout_is_not_whole() -> None:
 
 def test_an_episode_cut_before_a_load_is_not_whole(tmp_path: Path) -> None:
     def made(capacity: int) -> ReplayBuffer:
-        return ReplayBuffer(storage=PackedStorage(capacity), sampler=EpisodeSampler(by="episode"), batch_size=16)
+        return ReplayBuffer(
+            storage=PackedStorage(capacity),
+            sampler=EpisodeSampler(by="episode"),
+            batch_size=16,
+        )
 
     rb, larger = made(5), made(20)
     for number in range(8):
         rb.extend(stored(number, [0], done=[6, 7], with_ids=False))
     rb.dumps(tmp_path)
     larger.loads(tmp_path)
-    assert [each.sample().get("x").unique().tolist() for each in (rb, larger)] == [[7], [7]]
+    assert [each.sample().get("x").unique().tolist() for each in (rb, larger)] == [
+        [7],
+        [7],
+    ]
 
 
 @needs_fork
 def test_processes_share_the_episodes_of_keys_of_ones_own() -> None:
     storage = PackedStorage(20, shared=True)
     rb = ReplayBuffer(storage=storage)
-    rb.extend(stored(0, [0] * 3, with_ids=False).set("end", torch.tensor([False, False, True])))
+    rb.extend(
+        stored(0, [0] * 3, with_ids=False).set(
+            "end", torch.tensor([False, False, True])
+        )
+    )
     index = TrajectoryIndex(storage, done_key="end", traj_key=None)
     assert index.length(torch.arange(3)).tolist() == [3] * 3
-    forked(lambda: rb.extend(stored(3, [0] * 4, with_ids=False).set("end", torch.tensor([False, True, False, False]))))
+    forked(
+        lambda: rb.extend(
+            stored(3, [0] * 4, with_ids=False).set(
+                "end", torch.tensor([False, True, False, False])
+            )
+        )
+    )
     assert index.length(torch.arange(7)).tolist() == [3, 3, 3, 2, 2, 2, 2]
 
 
 def test_breaks_of_keys_of_ones_own_outlast_reopenings(tmp_path: Path) -> None:
     for first in (0, 3, 6):
-        with ReplayBuffer(storage=PackedStorage(20, scratch_dir=tmp_path, reopen=True)) as rb:
+        with ReplayBuffer(
+            storage=PackedStorage(20, scratch_dir=tmp_path, reopen=True)
+        ) as rb:
             index = TrajectoryIndex(rb.storage, done_key="end", traj_key=None)
-            rb.extend(stored(first, [0] * 3, with_ids=False).set("end", torch.zeros(3, dtype=torch.bool)))
+            rb.extend(
+                stored(first, [0] * 3, with_ids=False).set(
+                    "end", torch.zeros(3, dtype=torch.bool)
+                )
+            )
             assert index.length(torch.arange(first + 3)).tolist() == [3] * (first + 3)

@@ -47,7 +47,9 @@ def number(value: float) -> Tensor:
 
 @pytest.mark.slow
 def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
-    rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=8)
+    rb = ReplayBuffer(
+        storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=8
+    )
 
     @torch.compile(backend="eager")
     def extend_and_sample(rows: TensorDict) -> Any:
@@ -64,7 +66,11 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
 
 
 def made_for_compiling(name: str) -> ReplayBuffer:
-    sampler = FreshRowsSampler(ProportionalSampler(64)) if name == "fresh" else SAMPLERS.get(name, RankSampler)(64)
+    sampler = (
+        FreshRowsSampler(ProportionalSampler(64))
+        if name == "fresh"
+        else SAMPLERS.get(name, RankSampler)(64)
+    )
     rb = ReplayBuffer(storage=PackedStorage(64), sampler=sampler, batch_size=12)
     rb.extend(data(20))
     return rb
@@ -74,7 +80,11 @@ def made_for_compiling(name: str) -> ReplayBuffer:
 @pytest.mark.parametrize("name", ["floored", "rank", "windows", "fresh", "mixture"])
 def test_a_compiled_update_raises_the_priority_of_new_rows(name):
     one, other = made_for_compiling(name), made_for_compiling(name)
-    rb: Any = ReplayBufferMixture({"a": one, "b": other}, {"a": 1, "b": 1}, batch_size=12) if name == "mixture" else one
+    rb: Any = (
+        ReplayBufferMixture({"a": one, "b": other}, {"a": 1, "b": 1}, batch_size=12)
+        if name == "mixture"
+        else one
+    )
 
     def update() -> None:
         batch = rb.sample()
@@ -84,7 +94,9 @@ def test_a_compiled_update_raises_the_priority_of_new_rows(name):
     with torch._dynamo.config.patch(error_on_recompile=False):
         torch.compile(update, backend="eager")()
         with pytest.raises(ValueError, match="NaN or infinite"):
-            torch.compile(lambda: one.update_priority(torch.arange(1), torch.tensor([torch.nan])))()
+            torch.compile(
+                lambda: one.update_priority(torch.arange(1), torch.tensor([torch.nan]))
+            )()
     one.extend(data(1))
     priority = one.sampler.priority(torch.arange(21), storage=one.storage)
     assert priority[20] == 50 > priority.min()
@@ -92,7 +104,9 @@ def test_a_compiled_update_raises_the_priority_of_new_rows(name):
 
 def test_torchrls_buffer_with_our_sampler_is_compiled_once_while_it_fills():
     storage = LazyTensorStorage(100, compilable=True)
-    rb = TorchRLReplayBuffer(storage=storage, sampler=UniformSampler(), batch_size=8, compilable=True)
+    rb = TorchRLReplayBuffer(
+        storage=storage, sampler=UniformSampler(), batch_size=8, compilable=True
+    )
 
     @torch.compile(backend="eager")
     def extend_and_sample(data: Tensor) -> Any:
@@ -107,22 +121,33 @@ def test_torchrls_buffer_with_our_sampler_is_compiled_once_while_it_fills():
 
 
 def learn(backend: str) -> tuple[ReplayBuffer, set[int]]:
-    """Train a DQN by a compiled step that samples, learns and updates priorities, while the buffer fills and wraps."""
+    """Train a DQN by a compiled step that samples, learns and updates priorities, while
+    the buffer fills and wraps."""
     sampler, eps = ProportionalSampler(400), 1e-8
     rb = ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=32)
-    network = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
+    )
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
 
-    def step(tree: SumTree, matrix: Tensor, layout: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(tree, torch.rand(32, dtype=torch.float64), True, rows, 0.4, "buffer")
+    def step(
+        tree: SumTree, matrix: Tensor, layout: Any, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        drawn = sum_tree.draw(
+            tree, torch.rand(32, dtype=torch.float64), True, rows, 0.4, "buffer"
+        )
         assert drawn is not None
         index, weight = drawn
         leaves = layout.columns(matrix.index_select(0, index))
         row = dict(zip([leaf.key for leaf in layout.leaves], leaves, strict=True))
         with torch.no_grad():
             best = network(row["next", "observation"]).amax(1, keepdim=True)
-            target = row["next", "reward"] + 0.9 * torch.where(row["next", "done"], 0.0, best)
-        td_error = (network(row["observation",]).gather(1, row["action",]) - target)[:, 0]
+            target = row["next", "reward"] + 0.9 * torch.where(
+                row["next", "done"], 0.0, best
+            )
+        td_error = (network(row["observation",]).gather(1, row["action",]) - target)[
+            :, 0
+        ]
         sum_tree.update_(tree, index, td_error.detach(), rows, 0.6, eps)
         return (weight * td_error**2).mean(), index
 
@@ -130,12 +155,24 @@ def learn(backend: str) -> tuple[ReplayBuffer, set[int]]:
     losses: list[float] = []
     seen: set[int] = set()
     for _ in range(40):
-        # Rows end at once, and their reward is their action: a task that a few steps solve.
+        # Rows end at once, and their reward is their action: a task that a few steps
+        # solve.
         action = torch.randint(2, (25, 1))
-        after = {"observation": torch.randn(25, 4), "reward": action.float(), "done": torch.ones(25, 1) > 0}
-        rb.extend(TensorDict({"observation": torch.randn(25, 4), "action": action, "next": after}, [25]))
+        after = {
+            "observation": torch.randn(25, 4),
+            "reward": action.float(),
+            "done": torch.ones(25, 1) > 0,
+        }
+        rb.extend(
+            TensorDict(
+                {"observation": torch.randn(25, 4), "action": action, "next": after},
+                [25],
+            )
+        )
         rows.fill_(len(rb))
-        loss, index = compiled(sampler.tree, rb.storage.rows.flat, rb.storage.rows.layout, rows)
+        loss, index = compiled(
+            sampler.tree, rb.storage.rows.flat, rb.storage.rows.layout, rows
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

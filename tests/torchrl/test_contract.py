@@ -1,8 +1,10 @@
-"""What this package assumes of TorchRL's classes, checked against the installed release.
+"""What this package assumes of TorchRL's classes, checked against the installed
+release.
 
-If a new release of TorchRL breaks something, these tests should fail first. Each assumption names the release in which
-it was seen: ``0.14.1``, or ``0.15`` for the nightly of 2026-10-27 (with tensordict-nightly of 2026-10-26), which is
-checked only where the installed release has that feature.
+If a new release of TorchRL breaks something, these tests should fail first. Each
+assumption names the release in which it was seen: ``0.14.1``, or ``0.15`` for the
+nightly of 2026-10-27 (with tensordict-nightly of 2026-10-26), which is checked only
+where the installed release has that feature.
 """
 
 from __future__ import annotations
@@ -28,32 +30,84 @@ PACKAGE = Path(rlbuf_td.__file__).parent
 HERE = f"TorchRL {torchrl.__version__}"
 OLD, NEW = "0.14.1", "0.15 (nightly of 2026-10-27)"
 
-#: Private attributes of TorchRL's objects that this package reads, sets or overrides: part, names, seen in, reader.
+#: Private attributes of TorchRL's objects that this package reads, sets or overrides:
+# part, names, seen in, reader.
 ATTRIBUTES: list[tuple[str, str, str, str]] = [
-    ("storage", "_attached_entities _attached_entities_list _bump_mutation_revision", OLD, "torchrl_parts.py"),
+    (
+        "storage",
+        "_attached_entities _attached_entities_list _bump_mutation_revision",
+        OLD,
+        "torchrl_parts.py",
+    ),
     ("storage", "_is_full _last_cursor_index", OLD, "torchrl_parts.py"),
-    ("storage", "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _len", OLD, "torchrl_parts.py"),
-    ("storage", "_len_value _mutation_revision_value _last_cursor_index_value", OLD, "packed.py: replaced by others"),
-    ("storage", "_empty _make_init_directory _total_shape", OLD, "packed.py: overridden"),
+    (
+        "storage",
+        "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _len",
+        OLD,
+        "torchrl_parts.py",
+    ),
+    (
+        "storage",
+        "_len_value _mutation_revision_value _last_cursor_index_value",
+        OLD,
+        "packed.py: replaced by others",
+    ),
+    (
+        "storage",
+        "_empty _make_init_directory _total_shape",
+        OLD,
+        "packed.py: overridden",
+    ),
     ("storage", "shared_init", OLD, "packed.py: collectors look for it"),
     ("sampler", "_rng _empty _remaining_batches", OLD, "torchrl_parts.py, wrapper.py"),
     ("writer", "_storage _rng _cursor _write_count _empty", OLD, "torchrl_parts.py"),
     ("writer", "_bump_generation _replicate_index", OLD, "writers/common.py"),
     ("writer", "_track_generations", OLD, "writers/common.py"),
-    ("buffer", "_storage _sampler _writer _transform _sample_unit _rng _batch_size _dim_extend", OLD, "replay.py"),
-    ("buffer", "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap", OLD, "replay.py"),
-    ("buffer", "_service_shutdown _initialized _pin_memory _consume_after_n_samples", OLD, "replay.py"),
-    ("buffer", "_init _get_collate_fn _collate_fn", OLD, "replay.py: overridden or called"),
-    ("buffer", "_capture_prefetch_state _clear_prefetch_queue_locked", OLD, "replay.py: overridden"),
+    (
+        "buffer",
+        "_storage _sampler _writer _transform _sample_unit _rng _batch_size _dim_extend",
+        OLD,
+        "replay.py",
+    ),
+    (
+        "buffer",
+        "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap",
+        OLD,
+        "replay.py",
+    ),
+    (
+        "buffer",
+        "_service_shutdown _initialized _pin_memory _consume_after_n_samples",
+        OLD,
+        "replay.py",
+    ),
+    (
+        "buffer",
+        "_init _get_collate_fn _collate_fn",
+        OLD,
+        "replay.py: overridden or called",
+    ),
+    (
+        "buffer",
+        "_capture_prefetch_state _clear_prefetch_queue_locked",
+        OLD,
+        "replay.py: overridden",
+    ),
 ]
 #: The same for features that only the next release has.
 NEWER: list[tuple[str, str, str, str]] = [
     ("storage", "_share_memory_ _fork_safe", "data sets", "packed.py: overridden"),
     ("sampler", "requires_shared_state", "data sets", "common.py: overridden"),
-    ("buffer", "_requires_shared_state _reset_worker_state _state_without_prefetch", "data sets", "replay.py"),
+    (
+        "buffer",
+        "_requires_shared_state _reset_worker_state _state_without_prefetch",
+        "data sets",
+        "replay.py",
+    ),
 ]
 
-#: Parameters that this package passes by these names, or receives under them: method, parameters, seen in.
+#: Parameters that this package passes by these names, or receives under them: method,
+# parameters, seen in.
 PARAMETERS: list[tuple[Callable[..., Any], str, str]] = [
     (theirs.Storage.set, "cursor data set_cursor", OLD),
     (theirs.Storage.get, "index", OLD),
@@ -83,7 +137,11 @@ def rows(count: int, lanes: int = 0) -> TensorDict:
 
 
 def make(cls: Any = theirs.TensorDictReplayBuffer, **kwargs: Any) -> Any:
-    parts = {"storage": theirs.LazyTensorStorage(10), "writer": theirs.TensorDictRoundRobinWriter(), "batch_size": 2}
+    parts = {
+        "storage": theirs.LazyTensorStorage(10),
+        "writer": theirs.TensorDictRoundRobinWriter(),
+        "batch_size": 2,
+    }
     rb = cls(**parts | kwargs)
     rb.extend(rows(5))
     rb.sample()
@@ -96,7 +154,12 @@ def has(part: Any, name: str) -> bool:
 
 def check_attributes(part: str, names: str, seen: str, reader: str) -> None:
     rb = make()
-    found = {"buffer": rb, "storage": rb.storage, "sampler": rb.sampler, "writer": rb.writer}[part]
+    found = {
+        "buffer": rb,
+        "storage": rb.storage,
+        "sampler": rb.sampler,
+        "writer": rb.writer,
+    }[part]
     for name in names.split():
         sentence = f"{HERE} has no {type(found).__name__}.{name}, seen in {seen}, on which {reader} relies"
         assert has(found, name), sentence
@@ -109,32 +172,50 @@ def test_private_attributes_are_there(part, names, seen, reader):
 
 @pytest.mark.parametrize(
     ("part", "names", "reader"),
-    [pytest.param(part, names, reader, marks=needs(feature)) for part, names, feature, reader in NEWER],
+    [
+        pytest.param(part, names, reader, marks=needs(feature))
+        for part, names, feature, reader in NEWER
+    ],
 )
 def test_private_attributes_of_the_next_release_are_there(part, names, reader):
     check_attributes(part, names, NEW, reader)
 
 
-@pytest.mark.parametrize(("method", "names", "seen"), PARAMETERS, ids=lambda x: getattr(x, "__qualname__", ""))
+@pytest.mark.parametrize(
+    ("method", "names", "seen"),
+    PARAMETERS,
+    ids=lambda x: getattr(x, "__qualname__", ""),
+)
 def test_methods_have_these_parameters(method, names, seen):
     known = inspect.signature(inspect.unwrap(method)).parameters
     for name in names.split():
-        sentence = f"{HERE}: {method.__qualname__} has no parameter {name!r}, seen in {seen}"
-        assert name in known or any(each.kind is each.VAR_KEYWORD for each in known.values()), sentence
+        sentence = (
+            f"{HERE}: {method.__qualname__} has no parameter {name!r}, seen in {seen}"
+        )
+        assert name in known or any(
+            each.kind is each.VAR_KEYWORD for each in known.values()
+        ), sentence
 
 
 @needs("waiting")
 def test_sample_has_these_parameters_in_the_next_release():
-    known = inspect.signature(inspect.unwrap(theirs.TensorDictReplayBuffer.sample)).parameters
+    known = inspect.signature(
+        inspect.unwrap(theirs.TensorDictReplayBuffer.sample)
+    ).parameters
     ours = inspect.signature(rlbuf_td.ReplayBuffer.sample).parameters
-    assert known.keys() <= ours.keys(), f"{HERE}: ReplayBuffer.sample lacks {known.keys() - ours.keys()}"
+    assert known.keys() <= ours.keys(), (
+        f"{HERE}: ReplayBuffer.sample lacks {known.keys() - ours.keys()}"
+    )
 
 
 def imported_names() -> set[str]:
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "torchrl.data.replay_buffers":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "torchrl.data.replay_buffers"
+            ):
                 found |= {alias.name for alias in node.names}
     return found
 
@@ -143,14 +224,23 @@ def test_imported_names_are_public_there():
     names = imported_names()
     assert len(names) > 10
     for name in names:
-        assert hasattr(theirs, name), f"{HERE} has no torchrl.data.replay_buffers.{name}, seen in {OLD}"
+        assert hasattr(theirs, name), (
+            f"{HERE} has no torchrl.data.replay_buffers.{name}, seen in {OLD}"
+        )
 
 
 def test_every_private_name_of_torchrl_parts_is_listed_here():
-    listed = {name for _, names, *_ in [*ATTRIBUTES, *NEWER] for name in names.split()} | {"_modules"}  # of torch
+    # of torch
+    listed = {
+        name for _, names, *_ in [*ATTRIBUTES, *NEWER] for name in names.split()
+    } | {"_modules"}
     tree = ast.parse((PACKAGE / "storages/torchrl_parts.py").read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    used |= {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     private = {name for name in used if name.startswith("_") and name.isidentifier()}
     assert private <= listed, f"list {private - listed} here"
 
@@ -159,8 +249,13 @@ def test_every_private_name_of_torchrl_parts_is_listed_here():
 
 
 def logged(cls: Any, log: list[str], *names: str) -> Any:
-    """Return a subclass that notes calls of these methods, and assignments to these attributes, in ``log``."""
-    part = next(part for part in ("Storage", "Sampler", "Writer", "Buffer") if part in cls.__name__)
+    """Return a subclass that notes calls of these methods, and assignments to these
+    attributes, in ``log``."""
+    part = next(
+        part
+        for part in ("Storage", "Sampler", "Writer", "Buffer")
+        if part in cls.__name__
+    )
 
     def noting(name: str) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,9 +277,29 @@ def logging_buffer(log: list[str]) -> Any:
     storage = logged(theirs.LazyTensorStorage, log, "set", "get", "attach", "_empty")
     updates = "add", "extend", "mark_update", "update_priority"
     sampler = logged(theirs.PrioritizedSampler, log, "sample", "_empty", *updates)
-    writer = logged(theirs.TensorDictRoundRobinWriter, log, "add", "extend", "register_storage", "_empty")
-    buffer = logged(theirs.TensorDictReplayBuffer, log, "_init", "_get_collate_fn", "share", "mark_update", "_sample")
-    parts = {"storage": storage(10), "sampler": sampler(10, 0.6, 0.4), "writer": writer(), "batch_size": 2}
+    writer = logged(
+        theirs.TensorDictRoundRobinWriter,
+        log,
+        "add",
+        "extend",
+        "register_storage",
+        "_empty",
+    )
+    buffer = logged(
+        theirs.TensorDictReplayBuffer,
+        log,
+        "_init",
+        "_get_collate_fn",
+        "share",
+        "mark_update",
+        "_sample",
+    )
+    parts = {
+        "storage": storage(10),
+        "sampler": sampler(10, 0.6, 0.4),
+        "writer": writer(),
+        "batch_size": 2,
+    }
     log.clear()
     return buffer(**parts)
 
@@ -194,13 +309,25 @@ def test_calls_come_in_this_order():
     rb = logging_buffer(log)
 
     def expect(what: str, *calls: str) -> None:
-        assert log == [*calls], f"{HERE}: {what} calls {log}, in {OLD} it was {[*calls]}"
+        assert log == [*calls], (
+            f"{HERE}: {what} calls {log}, in {OLD} it was {[*calls]}"
+        )
         log.clear()
 
     rngs = [f"{part}._rng =" for part in ("Buffer", "Storage", "Sampler", "Writer")]
-    made = ["Storage.attach", "Writer.register_storage", "Buffer._get_collate_fn", "Storage.checkpointer ="]
+    made = [
+        "Storage.attach",
+        "Writer.register_storage",
+        "Buffer._get_collate_fn",
+        "Storage.checkpointer =",
+    ]
     expect("the constructor", "Buffer.share", "Buffer._init", *made, *rngs)
-    marked = ["Storage.set", "Buffer.mark_update", "Sampler.mark_update", "Sampler.update_priority"]
+    marked = [
+        "Storage.set",
+        "Buffer.mark_update",
+        "Sampler.mark_update",
+        "Sampler.update_priority",
+    ]
     rb.extend(rows(5))
     expect("extend", "Writer.extend", *marked, "Sampler.extend")
     rb.add(rows(1)[0])
@@ -230,16 +357,24 @@ def test_only_a_prioritized_sampler_receives_priorities():
 
     rb = make(sampler=Own())
     rb.update_tensordict_priority(rb.sample().set("td_error", torch.ones(2)))
-    assert not rb.sampler.updates, f"{HERE}: samplers need no longer inherit from PrioritizedSampler, as in {OLD}"
+    assert not rb.sampler.updates, (
+        f"{HERE}: samplers need no longer inherit from PrioritizedSampler, as in {OLD}"
+    )
 
 
 # -- what calls take and return
 
 
 def test_capacity_counts_cells_and_indices_have_a_column_per_dim():
-    rb = theirs.TensorDictReplayBuffer(storage=theirs.LazyTensorStorage(12, ndim=2), batch_size=4)
+    rb = theirs.TensorDictReplayBuffer(
+        storage=theirs.LazyTensorStorage(12, ndim=2), batch_size=4
+    )
     index = rb.extend(rows(4, lanes=3))
-    assert (rb.storage.max_size, rb.storage.shape, rb.dim_extend) == (12, torch.Size([4, 3]), 1)
+    assert (rb.storage.max_size, rb.storage.shape, rb.dim_extend) == (
+        12,
+        torch.Size([4, 3]),
+        1,
+    )
     assert (index.shape, index.dtype) == (torch.Size([12, 2]), torch.int64)
     drawn, info = rb.sampler.sample(rb.storage, 4)
     assert isinstance(drawn, tuple)
@@ -269,12 +404,15 @@ def test_locks_and_their_replacement_by_share():
 
 
 def test_shared_is_set_before_share_is_called_in_the_constructor():
-    """``ReplayBuffer.share`` tells by ``_write_lock`` whether TorchRL's own ``share`` was called."""
+    """``ReplayBuffer.share`` tells by ``_write_lock`` whether TorchRL's own ``share``
+    was called."""
     found = []
 
     class Own(theirs.TensorDictReplayBuffer):
         def share(self, shared: bool = True) -> Any:
-            found.append((self.shared, "_write_lock" in vars(self), "_storage" in vars(self)))
+            found.append(
+                (self.shared, "_write_lock" in vars(self), "_storage" in vars(self))
+            )
             return super().share(shared)
 
     Own(storage=theirs.LazyTensorStorage(10), shared=True)
@@ -283,7 +421,15 @@ def test_shared_is_set_before_share_is_called_in_the_constructor():
 
 def test_states_have_these_keys():
     state = make().state_dict()
-    needed = {"_storage", "_sampler", "_writer", "_transforms", "_batch_size", "_rng", "_prefetch_state"}
+    needed = {
+        "_storage",
+        "_sampler",
+        "_writer",
+        "_transforms",
+        "_batch_size",
+        "_rng",
+        "_prefetch_state",
+    }
     assert needed <= state.keys()
     assert state["_prefetch_state"] == {"version": 1, "capacity": 0, "queue": ()}
 
@@ -298,7 +444,9 @@ def test_dumps_have_these_files(tmp_path):
         "sampler/sampler_metadata.json",
         "sampler/sumtree.memmap",
     ):
-        assert (tmp_path / name).is_file(), f"{HERE} writes no {name}, which from_torchrl reads, as in {OLD}"
+        assert (tmp_path / name).is_file(), (
+            f"{HERE} writes no {name}, which from_torchrl reads, as in {OLD}"
+        )
 
 
 def test_pickles_have_no_locks():
@@ -324,9 +472,11 @@ def test_data_sets_ask_for_these_methods():
     assert not rb._prefetch
 
 
-# -- each part takes every keyword of the part that it replaces; a new release may add some
+# -- each part takes every keyword of the part that it replaces; a new release may add
+# some
 
-#: A part, TorchRL's, and the keywords that have another name here, or (in words) none; the class's docstring says why.
+#: A part, TorchRL's, and the keywords that have another name here, or (in words) none;
+# the class's docstring says why.
 REPLACED: list[tuple[type, type, dict[str, str]]] = [
     (rlbuf_td.UniformSampler, theirs.RandomSampler, {}),
     (rlbuf_td.MinibatchSampler, theirs.SamplerWithoutReplacement, {}),
@@ -344,8 +494,19 @@ REPLACED: list[tuple[type, type, dict[str, str]]] = [
             "strict_length": "boundary",
             "pad_output": "boundary",
             "span": "boundary",
-            **dict.fromkeys(("end_keys", "truncated_key", "step_key", "fragmented", "ends", "trajectories"), ""),
-            **dict.fromkeys(("cache_values", "compile", "use_gpu"), ""),  # what is unnecessary
+            **dict.fromkeys(
+                (
+                    "end_keys",
+                    "truncated_key",
+                    "step_key",
+                    "fragmented",
+                    "ends",
+                    "trajectories",
+                ),
+                "",
+            ),
+            # what is unnecessary
+            **dict.fromkeys(("cache_values", "compile", "use_gpu"), ""),
         },
     ),
 ]
@@ -357,12 +518,16 @@ def keywords(cls: type) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind not in kinds]
 
 
-@pytest.mark.parametrize(("ours", "other", "renamed"), REPLACED, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("ours", "other", "renamed"), REPLACED, ids=lambda x: getattr(x, "__name__", "")
+)
 def test_a_part_takes_the_keywords_of_the_part_that_it_replaces(ours, other, renamed):
     mine, known = keywords(ours), keywords(other)
     assert set(renamed) <= set(known)  # TorchRL still has them
     for keyword in known:
-        assert keyword in mine or keyword in renamed, f"{ours.__name__} does not know {other.__name__}({keyword}=)"
+        assert keyword in mine or keyword in renamed, (
+            f"{ours.__name__} does not know {other.__name__}({keyword}=)"
+        )
     for keyword, name in renamed.items():
         assert not name or name in mine or f"``{keyword}``" in ours.__doc__, keyword
 

@@ -1,4 +1,5 @@
-"""TorchRL's features over this package's storage and buffer: the same result as over TorchRL's own."""
+"""TorchRL's features over this package's storage and buffer: the same result as over
+TorchRL's own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 
-from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RingWriter,
+    UniformSampler,
+)
 from tests.features import needs
 
 CAPACITY = 40
@@ -37,27 +45,54 @@ def steps(count: int, start: int = 0) -> TensorDict:
     """Episodes of 7 steps: each entry tells the number of its step."""
     t = torch.arange(start, start + count)
     done, place = (t % 7 == 6)[:, None], torch.stack([t.float(), -t.float()], -1)
-    after = {"observation": place + 1, "achieved_goal": place + 1, "desired_goal": torch.zeros(count, 2)}
-    after |= {"reward": t[:, None].float(), "done": done, "terminated": done, "truncated": torch.zeros_like(done)}
-    data: dict[str, Any] = {"observation": place, "achieved_goal": place, "desired_goal": torch.zeros(count, 2), "t": t}
-    data |= {"collector": {"traj_ids": t // 7}, "step_count": t % 7, "policy_version": t // 10, "query": t // 4}
+    after = {
+        "observation": place + 1,
+        "achieved_goal": place + 1,
+        "desired_goal": torch.zeros(count, 2),
+    }
+    after |= {
+        "reward": t[:, None].float(),
+        "done": done,
+        "terminated": done,
+        "truncated": torch.zeros_like(done),
+    }
+    data: dict[str, Any] = {
+        "observation": place,
+        "achieved_goal": place,
+        "desired_goal": torch.zeros(count, 2),
+        "t": t,
+    }
+    data |= {
+        "collector": {"traj_ids": t // 7},
+        "step_count": t % 7,
+        "policy_version": t // 10,
+        "query": t // 4,
+    }
     return TensorDict(data | {"next": after}, [count])
 
 
 def theirs(**parts: Any) -> Any:
     return TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY), writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})), **parts
+        storage=LazyTensorStorage(CAPACITY),
+        writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})),
+        **parts,
     )
 
 
 def packed(**parts: Any) -> Any:
     return TensorDictReplayBuffer(
-        storage=PackedStorage(CAPACITY), writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})), **parts
+        storage=PackedStorage(CAPACITY),
+        writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})),
+        **parts,
     )
 
 
 def ours(**parts: Any) -> Any:
-    return ReplayBuffer(storage=PackedStorage(CAPACITY), writer=RingWriter(**parts.pop("tracks", {})), **parts)
+    return ReplayBuffer(
+        storage=PackedStorage(CAPACITY),
+        writer=RingWriter(**parts.pop("tracks", {})),
+        **parts,
+    )
 
 
 both = pytest.mark.parametrize("make", [packed, ours])
@@ -90,16 +125,30 @@ def stale() -> StalenessAwareSampler:
     "parts",
     [
         lambda: {"sample_unit": Sequence(2, burn_in=1, bootstrap=1)},
-        lambda: {"sample_unit": Sequence(3, bootstrap=1), "sampler": PrioritizedSampler(CAPACITY, 0.6, 0.4)},
-        lambda: {"sampler": SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"))},
+        lambda: {
+            "sample_unit": Sequence(3, bootstrap=1),
+            "sampler": PrioritizedSampler(CAPACITY, 0.6, 0.4),
+        },
+        lambda: {
+            "sampler": SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"))
+        },
         lambda: {"sampler": stale()},
         lambda: {"sampler": PromptGroupSampler(num_groups=2)},
         lambda: {"sampler": RandomSampler(), "tracks": {"track_generations": True}},
     ],
-    ids=["sequences", "prioritized sequences", "slices", "staleness", "groups", "generations"],
+    ids=[
+        "sequences",
+        "prioritized sequences",
+        "slices",
+        "staleness",
+        "groups",
+        "generations",
+    ],
 )
 def test_batches_are_the_same(make: Any, parts: Callable[[], dict[str, Any]]) -> None:
-    for left, right in zip(sampled(theirs, **parts()), sampled(make, **parts()), strict=True):
+    for left, right in zip(
+        sampled(theirs, **parts()), sampled(make, **parts()), strict=True
+    ):
         same(left, right.exclude("sampled_at"))
 
 
@@ -122,7 +171,11 @@ def test_torchrls_hindsight_buffer_relabels_the_same(strategy: Any) -> None:
     for storage in (LazyTensorStorage, PackedStorage):
         torch.manual_seed(2)
         rb = HERReplayBuffer(
-            reward_fn=lambda batch: -(batch["achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True),
+            reward_fn=lambda batch: (
+                -(batch["achieved_goal"] - batch["desired_goal"]).norm(
+                    dim=-1, keepdim=True
+                )
+            ),
             strategy=strategy,
             storage=storage(CAPACITY),
             batch_size=16,
@@ -138,7 +191,12 @@ def test_offline_to_online() -> None:
         torch.manual_seed(2)
         offline = make()
         offline.extend(steps(30))
-        rb = OfflineToOnlineReplayBuffer(offline, online_storage=storage(CAPACITY), offline_fraction=0.5, batch_size=8)
+        rb = OfflineToOnlineReplayBuffer(
+            offline,
+            online_storage=storage(CAPACITY),
+            offline_fraction=0.5,
+            batch_size=8,
+        )
         rb.extend(steps(20, 30).exclude("index"))
         return [rb.sample() for _ in range(3)]
 
@@ -146,7 +204,9 @@ def test_offline_to_online() -> None:
         return TorchRLBuffer(storage=LazyTensorStorage(CAPACITY))
 
     for make in (lambda: ours(sampler=RandomSampler(), include_info=False), plain):
-        for left, right in zip(run(plain, LazyTensorStorage), run(make, PackedStorage), strict=True):
+        for left, right in zip(
+            run(plain, LazyTensorStorage), run(make, PackedStorage), strict=True
+        ):
             same(left, right)
 
 
@@ -171,7 +231,9 @@ def test_rate_limited_buffers() -> None:
     found = []
     for storage in (LazyTensorStorage, PackedStorage):
         torch.manual_seed(4)
-        rb = RateLimitedReplayBuffer(storage=storage(CAPACITY), batch_size=4, samples_per_insert=1.0)
+        rb = RateLimitedReplayBuffer(
+            storage=storage(CAPACITY), batch_size=4, samples_per_insert=1.0
+        )
         rb.extend(steps(8))
         found.append(torch.stack([rb.sample(), rb.sample()]))
         assert not rb.can_sample()
@@ -216,7 +278,9 @@ def test_exports_hold_the_same_items(make: Any) -> None:
 def test_updates_of_records_that_are_still_there(make: Any) -> None:
     found = []
     for each in (theirs, make):
-        rb = each(sampler=RandomSampler(), batch_size=8, tracks={"track_generations": True})
+        rb = each(
+            sampler=RandomSampler(), batch_size=8, tracks={"track_generations": True}
+        )
         index = rb.extend(steps(30))
         generation = rb.writer.generations_of(index)
         rb.extend(steps(20, 30))  # replaces the first ten
@@ -228,20 +292,30 @@ def test_updates_of_records_that_are_still_there(make: Any) -> None:
 
 
 @both
-@pytest.mark.filterwarnings("ignore:include_info is going to be deprecated")  # TorchRL 0.14.1
+# TorchRL 0.14.1
+@pytest.mark.filterwarnings("ignore:include_info is going to be deprecated")
 @pytest.mark.parametrize("include_info", [None, True, False])
-def test_the_report_is_included_as_torchrl_includes_it(make: Any, include_info: bool | None) -> None:
+def test_the_report_is_included_as_torchrl_includes_it(
+    make: Any, include_info: bool | None
+) -> None:
     found = []
     for each in (theirs, make):
         rb = each(sampler=PrioritizedSampler(CAPACITY, 0.6, 0.4), batch_size=8)
         rb.extend(steps(30))
         batch, info = rb.sample(include_info=include_info, return_info=True)
-        found.append(("priority_weight" in batch.keys(), "index" in info, "priority_weight" in info))
+        found.append(
+            (
+                "priority_weight" in batch.keys(),
+                "index" in info,
+                "priority_weight" in info,
+            )
+        )
     assert found[0] == found[1] == (include_info is not False, True, True)
 
 
 class Remote(Storage):
-    """Rows that are elsewhere: like TorchRL's ``StoreStorage``, it has no ``device``."""
+    """Rows that are elsewhere: like TorchRL's ``StoreStorage``, it has no
+    ``device``."""
 
     def __init__(self, max_size: int) -> None:
         super().__init__(max_size)
@@ -269,11 +343,15 @@ class Remote(Storage):
     state_dict = load_state_dict = dumps = loads = None  # not needed here
 
 
-@pytest.mark.parametrize("make", [UniformSampler, lambda: ProportionalSampler(CAPACITY)])
+@pytest.mark.parametrize(
+    "make", [UniformSampler, lambda: ProportionalSampler(CAPACITY)]
+)
 @pytest.mark.parametrize("buffer", [TensorDictReplayBuffer, ReplayBuffer])
 def test_a_storage_without_a_device_has_its_rows_on_the_cpu(make, buffer):
     assert not hasattr(Remote(CAPACITY), "device")
-    rb = buffer(storage=Remote(CAPACITY), sampler=make(), batch_size=8, collate_fn=lambda x: x)
+    rb = buffer(
+        storage=Remote(CAPACITY), sampler=make(), batch_size=8, collate_fn=lambda x: x
+    )
     for start in (0, 30):
         rb.extend(steps(30, start))
     batch = rb.sample()
@@ -286,17 +364,30 @@ def test_replacement_false_makes_a_sampler_of_epochs(cls: Any) -> None:
     assert type(UniformSampler(replacement=True)) is UniformSampler
     make: Any = UniformSampler
     sampler = make(replacement=False, drop_last=True, shuffle=False)
-    assert (type(sampler), sampler.drop_last, sampler.shuffle) == (MinibatchSampler, True, False)
-    rb = cls(storage=PackedStorage(11), sampler=UniformSampler(replacement=False), batch_size=3)
+    assert (type(sampler), sampler.drop_last, sampler.shuffle) == (
+        MinibatchSampler,
+        True,
+        False,
+    )
+    rb = cls(
+        storage=PackedStorage(11),
+        sampler=UniformSampler(replacement=False),
+        batch_size=3,
+    )
     rb.extend(TensorDict({"a": torch.arange(11)}, [11]))
-    assert sorted(x for _ in range(4) for x in rb.sample()["a"].tolist()) == list(range(11))
+    assert sorted(x for _ in range(4) for x in rb.sample()["a"].tolist()) == list(
+        range(11)
+    )
 
 
 @pytest.mark.parametrize(
-    ("cls", "storage"), [(ReplayBuffer, PackedStorage), (TensorDictReplayBuffer, LazyTensorStorage)]
+    ("cls", "storage"),
+    [(ReplayBuffer, PackedStorage), (TensorDictReplayBuffer, LazyTensorStorage)],
 )
 def test_a_max_capacity_below_the_storages_grows(cls: Any, storage: Any) -> None:
-    rb = cls(storage=storage(10), sampler=ProportionalSampler(5, alpha=1.0), batch_size=4)
+    rb = cls(
+        storage=storage(10), sampler=ProportionalSampler(5, alpha=1.0), batch_size=4
+    )
     rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
     rb.update_priority(torch.arange(4), torch.arange(1.0, 5.0))
     rb.extend(TensorDict({"x": torch.arange(6)}, [6]))

@@ -14,7 +14,8 @@ from rlbuf_td.functional import generalized_advantage_estimate
 
 
 class AskedNetwork(torch.nn.Module):
-    """V(s) = 2 s[0] - s[1] + 1, and a record of the observations that it was asked for."""
+    """V(s) = 2 s[0] - s[1] + 1, and a record of the observations that it was asked
+    for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,8 @@ class AskedNetwork(torch.nn.Module):
 
 @dataclass
 class World:
-    """Lanes of a random walk with ends of every kind; ``steps(n)`` continues it, as a collector would, ``[E, n]``."""
+    """Lanes of a random walk with ends of every kind; ``steps(n)`` continues it, as a
+    collector would, ``[E, n]``."""
 
     lanes: int
     network: AskedNetwork
@@ -43,10 +45,15 @@ class World:
         return (observation * torch.tensor([2.0, -1.0])).sum(-1, keepdim=True) + 1
 
     def module(self) -> TensorDictModule:
-        return TensorDictModule(self.network, in_keys=["observation"], out_keys=["state_value"])
+        return TensorDictModule(
+            self.network, in_keys=["observation"], out_keys=["state_value"]
+        )
 
-    def steps(self, n: int, p: float = 0.15, *, values: bool = True, **ends: Any) -> TensorDict:
-        """``[E, n]`` steps; ``terminated`` and ``truncated`` may be given, bool ``[E, n]``."""
+    def steps(
+        self, n: int, p: float = 0.15, *, values: bool = True, **ends: Any
+    ) -> TensorDict:
+        """``[E, n]`` steps; ``terminated`` and ``truncated`` may be given, bool
+        ``[E, n]``."""
         g = self.generator
         ended = torch.rand(self.lanes, n, generator=g) < p
         coin = torch.rand(self.lanes, n, generator=g) < 0.5
@@ -55,24 +62,43 @@ class World:
         rows = []
         for t in range(n):
             following = self.observation + torch.randn(self.lanes, 2, generator=g)
-            flags = {"terminated": terminated[:, t, None], "truncated": truncated[:, t, None]}
+            flags = {
+                "terminated": terminated[:, t, None],
+                "truncated": truncated[:, t, None],
+            }
             done = flags["terminated"] | flags["truncated"]
-            after = {"observation": following, "reward": torch.randn(self.lanes, 1, generator=g), "done": done, **flags}
-            row = {"observation": self.observation, "next": after, "collector": {"traj_ids": self.trajectory.clone()}}
+            after = {
+                "observation": following,
+                "reward": torch.randn(self.lanes, 1, generator=g),
+                "done": done,
+                **flags,
+            }
+            row = {
+                "observation": self.observation,
+                "next": after,
+                "collector": {"traj_ids": self.trajectory.clone()},
+            }
             if values:
                 row["state_value"] = self.value(self.observation)
             rows.append(TensorDict(row, [self.lanes]))
             fresh = torch.randn(self.lanes, 2, generator=g)
             self.observation = torch.where(done, fresh, following)
-            self.trajectory = torch.where(done[:, 0], self.trajectory + self.lanes, self.trajectory)
+            self.trajectory = torch.where(
+                done[:, 0], self.trajectory + self.lanes, self.trajectory
+            )
         return torch.stack(rows, 1)
 
-    def estimates(self, data: TensorDict, gamma: float = 0.9, lmbda: float = 0.8) -> tuple[Tensor, Tensor]:
-        """Return what TorchRL's GAE would give with the values of all true next observations, ``[E, n, 1]``."""
+    def estimates(
+        self, data: TensorDict, gamma: float = 0.9, lmbda: float = 0.8
+    ) -> tuple[Tensor, Tensor]:
+        """Return what TorchRL's GAE would give with the values of all true next
+        observations, ``[E, n, 1]``."""
         after = data["next"]
         values = self.value(data["observation"]), self.value(after["observation"])
         ends = after["done"], after["terminated"]
-        return generalized_advantage_estimate(gamma, lmbda, *values, after["reward"], *ends, time_dim=1)
+        return generalized_advantage_estimate(
+            gamma, lmbda, *values, after["reward"], *ends, time_dim=1
+        )
 
     def rows_to_ask(self, data: TensorDict) -> int:
         after = data["next"]
@@ -83,4 +109,10 @@ class World:
 
 def make_world(lanes: int = 3, seed: int = 0) -> World:
     g = torch.Generator().manual_seed(seed)
-    return World(lanes, AskedNetwork(), g, torch.randn(lanes, 2, generator=g), torch.arange(lanes))
+    return World(
+        lanes,
+        AskedNetwork(),
+        g,
+        torch.randn(lanes, 2, generator=g),
+        torch.arange(lanes),
+    )

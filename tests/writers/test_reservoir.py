@@ -1,4 +1,5 @@
-"""The reservoir: every set of rows is equally likely to be what is left, and what is left is what was written."""
+"""The reservoir: every set of rows is equally likely to be what is left, and what is
+left is what was written."""
 
 from __future__ import annotations
 
@@ -21,12 +22,29 @@ def numbered(first: int, count: int, lanes: int = 0) -> TensorDict:
     if not lanes:
         return TensorDict({"step": step, "lane": step * 0}, [count])
     lane = torch.arange(lanes)[:, None].expand(lanes, count).clone()
-    return TensorDict({"step": step.expand(lanes, count).clone(), "lane": lane}, [lanes, count])
+    return TensorDict(
+        {"step": step.expand(lanes, count).clone(), "lane": lane}, [lanes, count]
+    )
 
 
-def buffer(capacity: int, lanes: int = 0, storage: Any = PackedStorage, cls: Any = ReplayBuffer, **parts: Any) -> Any:
+def buffer(
+    capacity: int,
+    lanes: int = 0,
+    storage: Any = PackedStorage,
+    cls: Any = ReplayBuffer,
+    **parts: Any,
+) -> Any:
     sampler = parts.pop("sampler", None)
-    return buffer_of(capacity, sampler, lanes, storage, cls, writer=ReservoirWriter(), batch_size=8, **parts)
+    return buffer_of(
+        capacity,
+        sampler,
+        lanes,
+        storage,
+        cls,
+        writer=ReservoirWriter(),
+        batch_size=8,
+        **parts,
+    )
 
 
 @pytest.mark.parametrize(("steps", "parts"), [(2, (1, 2, 1, 2)), (1, (4, 1))])
@@ -59,7 +77,8 @@ def test_what_is_left_is_what_the_index_says(lanes, cls):
         rb.empty()
         wanted, step = torch.full((capacity, max(lanes, 1)), -1), 0
         while step < total:
-            count = (5, 7, 2, 6)[step % 4]  # TorchRL's buffer fails with single steps of several lanes
+            # TorchRL's buffer fails with single steps of several lanes
+            count = (5, 7, 2, 6)[step % 4]
             count = total - step if total - step < count + 2 else count
             index = rb.extend(numbered(step, count, lanes))
             flat = index if not lanes else index.view(count, lanes, 2)[:, 0, 0]
@@ -70,7 +89,9 @@ def test_what_is_left_is_what_the_index_says(lanes, cls):
                     wanted[slot] = step + place
             step += count
         assert torch.equal(rb.storage[:]["step"].view(capacity, -1), wanted)
-        assert (rb.storage[:]["lane"].view(capacity, -1) == torch.arange(max(lanes, 1))).all()
+        assert (
+            rb.storage[:]["lane"].view(capacity, -1) == torch.arange(max(lanes, 1))
+        ).all()
         assert len(rb) == capacity * max(lanes, 1)
         left += torch.bincount(wanted[:, 0], minlength=total)
     assert left.sum() == rounds * capacity

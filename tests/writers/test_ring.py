@@ -1,4 +1,5 @@
-"""The ring: where rows go, what is counted, who is told, and what survives a restart."""
+"""The ring: where rows go, what is counted, who is told, and what survives a
+restart."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import (
+    RoundRobinWriter,
+    Storage,
+    TensorDictRoundRobinWriter,
+)
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from tests.catalogue import assert_same, copied
@@ -28,10 +33,15 @@ def numbered(start: int, n: int | None, lanes: tuple[int, ...] = ()) -> TensorDi
 
 
 def write(writer: RingWriter, how: str, data: TensorDict) -> Any:
-    """Write all of the data, or its first step; "write_at" needs rows that are there."""
+    """Write all of the data, or its first step; "write_at" needs rows that are
+    there."""
     if how == "extend":
         return writer.extend(data)
-    return writer.add(data[0]) if how == "add" else writer.write_at(torch.arange(len(data)), data)
+    return (
+        writer.add(data[0])
+        if how == "add"
+        else writer.write_at(torch.arange(len(data)), data)
+    )
 
 
 class Listener:
@@ -62,9 +72,17 @@ def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(ndim: int) 
         total += len(steps)
         kept = min(total, 5)
         assert torch.equal(storage.get(slice(None))["x"], expected[:kept])
-        assert torch.equal(storage.get(slice(None))["next", "y"][..., 0], expected[:kept].float())
-        assert (len(storage), writer._cursor, writer._write_count) == (cells * kept, total % 5, total)
-        time = torch.as_tensor(index) if ndim == 1 else torch.as_tensor(index)[::cells, 0]
+        assert torch.equal(
+            storage.get(slice(None))["next", "y"][..., 0], expected[:kept].float()
+        )
+        assert (len(storage), writer._cursor, writer._write_count) == (
+            cells * kept,
+            total % 5,
+            total,
+        )
+        time = (
+            torch.as_tensor(index) if ndim == 1 else torch.as_tensor(index)[::cells, 0]
+        )
         assert time.flatten().tolist() == steps
         (told,) = listener.heard
         assert torch.equal(torch.as_tensor(told), torch.as_tensor(index))
@@ -74,19 +92,32 @@ def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(ndim: int) 
 def test_indices_and_rows_are_those_of_torchrl_writers(ndim: int) -> None:
     lanes = {1: (), 2: (3,), 3: (3, 2)}[ndim]
     cells = torch.Size(lanes).numel()
-    ours, theirs = PackedStorage(7 * cells, ndim=ndim), LazyTensorStorage(7 * cells, ndim=ndim)
+    ours, theirs = (
+        PackedStorage(7 * cells, ndim=ndim),
+        LazyTensorStorage(7 * cells, ndim=ndim),
+    )
     writer, their_writer = ring(ours), TensorDictRoundRobinWriter()
     their_writer.register_storage(theirs)
     for j, n in enumerate([2, None, 3, 1, None, 4, 7, None]):
         data = numbered(100 * j, n, lanes)
         how = "add" if n is None else "extend"
-        index, expected = getattr(writer, how)(data), getattr(their_writer, how)(copied(data))
+        index, expected = (
+            getattr(writer, how)(data),
+            getattr(their_writer, how)(copied(data)),
+        )
         assert type(index) is type(expected)
         assert torch.equal(torch.as_tensor(index), torch.as_tensor(expected))
         assert torch.as_tensor(index).dtype == torch.as_tensor(expected).dtype
-        assert (writer._cursor, writer._write_count) == (their_writer._cursor, their_writer._write_count)
+        assert (writer._cursor, writer._write_count) == (
+            their_writer._cursor,
+            their_writer._write_count,
+        )
         assert_same(ours.get(slice(None)), theirs.get(slice(None)).exclude("index"))
-        assert (len(ours), ours.shape, ours._is_full) == (len(theirs), theirs.shape, theirs._is_full)
+        assert (len(ours), ours.shape, ours._is_full) == (
+            len(theirs),
+            theirs.shape,
+            theirs._is_full,
+        )
 
 
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
@@ -111,7 +142,11 @@ def test_a_writer_belongs_to_one_storage() -> None:
     rb.set_storage(PackedStorage(5))
     assert rb.extend(numbered(0, 2)).tolist() == [0, 1]
     other = ReplayBuffer(storage=PackedStorage(4))
-    assert (rb.writer, rb.extend(numbered(0, 1)).tolist(), len(other)) == (writer, [2], 0)
+    assert (rb.writer, rb.extend(numbered(0, 1)).tolist(), len(other)) == (
+        writer,
+        [2],
+        0,
+    )
 
 
 def test_write_at_tells_the_index_that_was_written() -> None:
@@ -130,16 +165,25 @@ def test_write_at_tells_the_index_that_was_written() -> None:
 
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_conditional_updates_reach_only_rows_that_are_still_there(buffer: type, ndim: int) -> None:
+def test_conditional_updates_reach_only_rows_that_are_still_there(
+    buffer: type, ndim: int
+) -> None:
     lanes = (2,) * (ndim - 1)
     storage = PackedStorage(4 * 2 ** (ndim - 1), ndim=ndim)
-    rb = buffer(storage=storage, writer=RingWriter(track_generations=True), batch_size=16, dim_extend=0)
+    rb = buffer(
+        storage=storage,
+        writer=RingWriter(track_generations=True),
+        batch_size=16,
+        dim_extend=0,
+    )
     rb.extend(numbered(0, 4, lanes))
     batch = rb.sample()
     index, patch = batch["index"], {("next", "y"): torch.full((16, 1), -5.0)}
     rb.extend(numbered(100, 2, lanes))  # replaces time steps 0 and 1
     expected = copied(storage[:])
-    result = rb.update_if_present(index=index, generation=batch["index_generation"], patch=patch)
+    result = rb.update_if_present(
+        index=index, generation=batch["index_generation"], patch=patch
+    )
     is_there = index.view(16, ndim)[:, 0] >= 2
     assert 0 < result.updated_count < 16
     assert torch.equal(result.updated, is_there)
@@ -148,11 +192,16 @@ def test_conditional_updates_reach_only_rows_that_are_still_there(buffer: type, 
 
 
 def test_generations_are_counted_as_torchrl_counts_them() -> None:
-    ours, theirs = ring(PackedStorage(4), track_generations=True), RoundRobinWriter(track_generations=True)
+    ours, theirs = (
+        ring(PackedStorage(4), track_generations=True),
+        RoundRobinWriter(track_generations=True),
+    )
     theirs.register_storage(LazyTensorStorage(4))
     for j, n in enumerate([2, 5, None, 3, 11]):
         for writer in (ours, theirs):
-            writer.add(numbered(j, None)) if n is None else writer.extend(numbered(j, n))
+            writer.add(numbered(j, None)) if n is None else writer.extend(
+                numbered(j, n)
+            )
         index = torch.arange(-1, 5)
         assert torch.equal(ours.generations_of(index), theirs.generations_of(index))
     assert not RingWriter().tracks_generations

@@ -1,4 +1,5 @@
-"""RolloutWriter: the same estimates whatever the way in, few rows for the network, and estimators of one's own."""
+"""RolloutWriter: the same estimates whatever the way in, few rows for the network, and
+estimators of one's own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives.value import GAE, TDLambdaEstimator
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, RolloutWriter, TrajectoryIndex
+from rlbuf_td import (
+    PackedStorage,
+    ReplayBuffer,
+    RolloutBuffer,
+    RolloutWriter,
+    TrajectoryIndex,
+)
 from rlbuf_td.functional import vtrace_advantage_estimate
 from tests.writers.random_walk import make_world
 
@@ -31,7 +38,9 @@ def write(rb, data, way):
     else:
         start, size = 0, 1
         while start < lead.shape[time]:
-            rb.extend(lead.narrow(time, start, min(size, lead.shape[time] - start)).clone())
+            rb.extend(
+                lead.narrow(time, start, min(size, lead.shape[time] - start)).clone()
+            )
             start, size = start + size, size + 1
 
 
@@ -42,23 +51,36 @@ def stored(rb):
 
 
 def rollouts(world, steps, lanes=None, **kwargs):
-    """Return a buffer of ``steps`` steps and all lanes, whose writer calls the world's network."""
-    writer = RolloutWriter(0.9, 0.8, **{"value_network": world and world.module()} | kwargs)
+    """Return a buffer of ``steps`` steps and all lanes, whose writer calls the world's
+    network."""
+    writer = RolloutWriter(
+        0.9, 0.8, **{"value_network": world and world.module()} | kwargs
+    )
     lanes = lanes or world.lanes
     return ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2), writer=writer)
 
 
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize(
-    ("way", "lanes", "values"), [("whole", None, True), ("parts", 1, False), ("steps", 3, True), ("whole", 3, False)]
+    ("way", "lanes", "values"),
+    [
+        ("whole", None, True),
+        ("parts", 1, False),
+        ("steps", 3, True),
+        ("whole", 3, False),
+    ],
 )
 def test_estimates_are_those_of_the_true_next_values(buffer, way, lanes, values):
     steps = 12
     world = make_world(lanes or 1)
     writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = buffer(storage=PackedStorage(steps * (lanes or 1), ndim=1 if lanes is None else 2), writer=writer)
+    rb = buffer(
+        storage=PackedStorage(steps * (lanes or 1), ndim=1 if lanes is None else 2),
+        writer=writer,
+    )
     if buffer is TensorDictReplayBuffer and lanes and way != "whole":
-        rb._set_index_in_td = lambda data, index: None  # TorchRL's cannot put the index of one time step into [E] data
+        # TorchRL's cannot put the index of one time step into [E] data
+        rb._set_index_in_td = lambda data, index: None
     for seed in range(4):
         data = world.steps(steps, values=values)
         write(rb, data, way)
@@ -67,8 +89,12 @@ def test_estimates_are_those_of_the_true_next_values(buffer, way, lanes, values)
         advantage, target = world.estimates(data)
         torch.testing.assert_close(rows["advantage"], advantage)
         torch.testing.assert_close(rows["value_target"], target)
-        torch.testing.assert_close(rows["state_value"], world.value(data["observation"]))
-        assert torch.equal(rows["next", "observation"], data["next", "observation"]), seed
+        torch.testing.assert_close(
+            rows["state_value"], world.value(data["observation"])
+        )
+        assert torch.equal(rows["next", "observation"], data["next", "observation"]), (
+            seed
+        )
         expected = world.rows_to_ask(data) + (0 if values else data.numel())
         assert writer.value_rows == expected
 
@@ -79,7 +105,8 @@ def test_only_rows_that_break_off_are_evaluated_by_the_network(way):
     terminated, truncated = torch.zeros(2, 3, 6, dtype=torch.bool)
     truncated[0, 1] = truncated[0, 3] = True  # two truncations in one lane
     truncated[1, 5] = True  # one at the last step: asked once, not twice
-    terminated[2, 2] = terminated[2, 5] = True  # a lane that ends by terminating: not asked
+    # a lane that ends by terminating: not asked
+    terminated[2, 2] = terminated[2, 5] = True
     data = world.steps(6, terminated=terminated, truncated=truncated)
     rb = rollouts(world, 6)
     writer = rb.writer
@@ -89,7 +116,8 @@ def test_only_rows_that_break_off_are_evaluated_by_the_network(way):
     (asked,) = world.network.asked
     assert asked.shape == (4, 2)
     assert {tuple(x.tolist()) for x in asked} == {tuple(x.tolist()) for x in expected}
-    assert writer.value_rows == 4  # E + truncations in the middle - lanes that end by terminating
+    # E + truncations in the middle - lanes that end by terminating
+    assert writer.value_rows == 4
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
@@ -98,7 +126,8 @@ def test_a_change_of_trajectory_breaks_off_what_came_before():
     none = torch.zeros(1, 6, dtype=torch.bool)
     data = world.steps(6, terminated=none, truncated=none)
     data["collector", "traj_ids"] = torch.tensor([[7, 7, 7, 9, 9, 9]])
-    data["observation"][0, 3:] += 5  # the second trajectory does not follow from the first
+    # the second trajectory does not follow from the first
+    data["observation"][0, 3:] += 5
     data["next", "observation"][0, 3:] += 5
     data["state_value"] = world.value(data["observation"])
     rb = rollouts(world, 6)
@@ -113,7 +142,11 @@ def test_several_values_a_step_share_one_done_flag():
     """Agents: values and rewards [E, T, A, 1], done [E, T, 1]."""
     g = torch.Generator().manual_seed(0)
     done = torch.rand(2, 9, 1, generator=g) < 0.2
-    after = {"reward": torch.randn(2, 9, 3, 1, generator=g), "done": done, "terminated": done}
+    after = {
+        "reward": torch.randn(2, 9, 3, 1, generator=g),
+        "done": done,
+        "terminated": done,
+    }
     after["state_value"] = torch.randn(2, 9, 3, 1, generator=g)
     value = torch.randn(2, 9, 3, 1, generator=g)
     data = TensorDict({"state_value": value, "next": after}, [2, 9])
@@ -121,10 +154,17 @@ def test_several_values_a_step_share_one_done_flag():
     rb.extend(data)
     rows = stored(rb)
     for agent in range(3):
-        own = {k: v if k in ("done", "terminated") else v[:, :, agent] for k, v in after.items()}
+        own = {
+            k: v if k in ("done", "terminated") else v[:, :, agent]
+            for k, v in after.items()
+        }
         alone = rollouts(None, 9, lanes=2, value_network=None)
-        alone.extend(TensorDict({"state_value": value[:, :, agent], "next": own}, [2, 9]))
-        torch.testing.assert_close(rows["advantage"][:, :, agent], stored(alone)["advantage"])
+        alone.extend(
+            TensorDict({"state_value": value[:, :, agent], "next": own}, [2, 9])
+        )
+        torch.testing.assert_close(
+            rows["advantage"][:, :, agent], stored(alone)["advantage"]
+        )
 
 
 def test_terminated_is_what_is_done_but_not_truncated_where_it_is_missing():
@@ -168,7 +208,11 @@ def test_a_failing_network_leaves_the_rollout_as_it_was(steps):
         rb.add(second[:, -1].clone())
     if steps == 1:
         assert (stored(rb) == before).all()
-    assert (writer.steps, rb.write_count, writer.is_complete) == (steps - 1 or 1, 2 * steps - 1, steps == 1)
+    assert (writer.steps, rb.write_count, writer.is_complete) == (
+        steps - 1 or 1,
+        2 * steps - 1,
+        steps == 1,
+    )
     world.network.fails = False
     index = rb.add(second[:, -1].clone())
     assert index.tolist() == [[steps - 1, 0], [steps - 1, 1]]
@@ -182,7 +226,10 @@ def test_values_with_a_gradient_are_stored_without():
     assert data["state_value"].requires_grad
     rb = rollouts(world, 6)
     rb.extend(data.clone())
-    assert not any(x.requires_grad for x in stored(rb).values(include_nested=True, leaves_only=True))
+    assert not any(
+        x.requires_grad
+        for x in stored(rb).values(include_nested=True, leaves_only=True)
+    )
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
@@ -194,7 +241,9 @@ def test_values_with_a_gradient_are_stored_without():
         (torch.bfloat16, torch.bfloat16, None),
     ],
 )
-def test_estimates_have_the_dtype_of_the_values_or_of_the_network(rewards, network, values):
+def test_estimates_have_the_dtype_of_the_values_or_of_the_network(
+    rewards, network, values
+):
     """Stored next values are used before the network is asked."""
     world = make_world(2)
     world.network.to(network)
@@ -208,9 +257,13 @@ def test_estimates_have_the_dtype_of_the_values_or_of_the_network(rewards, netwo
             data["state_value"] = data["state_value"].to(values)
         write(rb, data, way)
         rows = stored(rb)
-        assert {rows[key].dtype for key in ("state_value", "advantage", "value_target")} == {values or network}
+        assert {
+            rows[key].dtype for key in ("state_value", "advantage", "value_target")
+        } == {values or network}
         is_narrow = torch.bfloat16 in (rewards, network, values)
-        near: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if is_narrow else {"rtol": 1e-4, "atol": 1e-4}
+        near: dict[str, Any] = (
+            {"rtol": 0.05, "atol": 0.1} if is_narrow else {"rtol": 1e-4, "atol": 1e-4}
+        )
         torch.testing.assert_close(rows["advantage"].float(), expected, **near)
         assert rb.writer.value_rows == (data.numel() if values is None else 0)
 
@@ -222,13 +275,19 @@ def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(lanes):
     world = make_world(lanes)
     rb = rollouts(world, 6)
     trajectories = TrajectoryIndex(rb.storage)
-    ends: dict[str, Any] = {name: torch.zeros(lanes, 6, dtype=torch.bool) for name in ("terminated", "truncated")}
+    ends: dict[str, Any] = {
+        name: torch.zeros(lanes, 6, dtype=torch.bool)
+        for name in ("terminated", "truncated")
+    }
     for way in WAYS:
         data = world.steps(6, **ends)
         write(rb, data, "whole")
         for count in range(1, 6):
             write(rb, data[:, count - 1 : count], way)
-            back, ahead, ended = (each.view(count, lanes) for each in trajectories.reach(torch.arange(count * lanes)))
+            back, ahead, ended = (
+                each.view(count, lanes)
+                for each in trajectories.reach(torch.arange(count * lanes))
+            )
             steps = torch.arange(count).unsqueeze(-1).expand(count, lanes)
             assert torch.equal(back, steps)
             assert torch.equal(ahead, count - 1 - steps)
@@ -241,13 +300,21 @@ GAMMA = 0.9
 
 def columns(data):
     after = data["next"]
-    return data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"]
+    return (
+        data["state_value"],
+        after["state_value"],
+        after["reward"],
+        after["done"],
+        after["terminated"],
+    )
 
 
 def vtrace(data):
     value, next_value, reward, done, terminated = columns(data)
     log_pi = data["log_prob"] * 0.5
-    return vtrace_advantage_estimate(GAMMA, log_pi, data["log_prob"], value, next_value, reward, done, terminated)
+    return vtrace_advantage_estimate(
+        GAMMA, log_pi, data["log_prob"], value, next_value, reward, done, terminated
+    )
 
 
 def brute_vtrace(value, following, reward, done, terminated, log_prob):
@@ -257,42 +324,68 @@ def brute_vtrace(value, following, reward, done, terminated, log_prob):
     for s in range(steps):
         weight = 1.0
         for t in range(s, steps):
-            delta = rho[t] * (reward[t] + GAMMA * following[t] * (not terminated[t]) - value[t])
+            delta = rho[t] * (
+                reward[t] + GAMMA * following[t] * (not terminated[t]) - value[t]
+            )
             target[s] += weight * delta
             if done[t]:
                 break
             weight = weight * GAMMA * rho[t]
     inside = [t + 1 < steps and not done[t] for t in range(steps)]
-    bootstrap = [target[t + 1] if inside[t] else following[t] * (not terminated[t]) for t in range(steps)]
+    bootstrap = [
+        target[t + 1] if inside[t] else following[t] * (not terminated[t])
+        for t in range(steps)
+    ]
     return rho * (reward + GAMMA * torch.stack(bootstrap) - value), target
 
 
 def expected(world, data):
     """Compute the estimates of ``[E, n]`` steps lane by lane."""
     after = data["next"]
-    values = (world.value(data["observation"]), world.value(after["observation"]), after["reward"])
-    given = *(x.double() for x in values), after["done"], after["terminated"], data["log_prob"].double()
+    values = (
+        world.value(data["observation"]),
+        world.value(after["observation"]),
+        after["reward"],
+    )
+    given = (
+        *(x.double() for x in values),
+        after["done"],
+        after["terminated"],
+        data["log_prob"].double(),
+    )
     lanes = [brute_vtrace(*(x[lane, :, 0] for x in given)) for lane in range(len(data))]
     return [torch.stack(parts).unsqueeze(-1) for parts in zip(*lanes, strict=True)]
 
 
 def steps_of(world, n, **kwargs):
     data = world.steps(n, **kwargs)
-    return data.set("log_prob", torch.randn(world.lanes, n, 1, generator=world.generator))
+    return data.set(
+        "log_prob", torch.randn(world.lanes, n, 1, generator=world.generator)
+    )
 
 
 @pytest.mark.parametrize(
-    ("way", "lanes", "values"), [("whole", None, True), ("parts", 3, False), ("steps", 3, True), ("whole", 3, False)]
+    ("way", "lanes", "values"),
+    [
+        ("whole", None, True),
+        ("parts", 3, False),
+        ("steps", 3, True),
+        ("whole", 3, False),
+    ],
 )
 def test_estimates_of_ones_own_are_those_of_the_definition(way, lanes, values):
     world = make_world(lanes or 1)
     writer = RolloutWriter(estimator=vtrace, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(12 * (lanes or 1), ndim=2 if lanes else 1), writer=writer)
+    rb = ReplayBuffer(
+        storage=PackedStorage(12 * (lanes or 1), ndim=2 if lanes else 1), writer=writer
+    )
     for _ in range(3):
         data = steps_of(world, 12, values=values)
         write(rb, data, way)
         rows = stored(rb)
-        for key, x in zip(("advantage", "value_target"), expected(world, data), strict=True):
+        for key, x in zip(
+            ("advantage", "value_target"), expected(world, data), strict=True
+        ):
             torch.testing.assert_close(rows[key].double(), x, rtol=1e-5, atol=1e-5)
         assert torch.equal(rows["next", "reward"], data["next", "reward"])
         assert torch.equal(rows["next", "done"], data["next", "done"])
@@ -313,7 +406,9 @@ def test_torchrls_estimators_fit(buffer, module):
     writer = RolloutWriter(estimator=estimator, value_network=world.module())
     rb = buffer(storage=PackedStorage(36, ndim=2), writer=writer)
     rb.extend(data.clone())
-    for key, x in zip(("advantage", "value_target"), world.estimates(data), strict=True):
+    for key, x in zip(
+        ("advantage", "value_target"), world.estimates(data), strict=True
+    ):
         torch.testing.assert_close(stored(rb)[key], x)
 
 
@@ -327,8 +422,12 @@ def test_it_sees_ends_where_trajectories_change_and_all_that_was_written():
 
     data = steps_of(world, 4, terminated=none, truncated=none)
     data["collector", "traj_ids"][1, 2:] += 7
-    network = TensorDictModule(world.network, in_keys=["observation"], out_keys=[("critic", "v")])
-    writer = RolloutWriter(estimator=estimator, value_network=network, value_key=("critic", "v"))
+    network = TensorDictModule(
+        world.network, in_keys=["observation"], out_keys=[("critic", "v")]
+    )
+    writer = RolloutWriter(
+        estimator=estimator, value_network=network, value_key=("critic", "v")
+    )
     rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
     with pytest.raises(KeyError, match="state_value"):
         rb.extend(data.exclude("state_value"))
@@ -350,7 +449,11 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(own, how):
     world = make_world(3)
     data = steps_of(world, 8)
     settings = {"estimator": own} if own else {"gamma": 0.9, "lmbda": 0.8}
-    settings |= {"value_network": world.module(), "normalize_advantage": how, "partial": True}
+    settings |= {
+        "value_network": world.module(),
+        "normalize_advantage": how,
+        "partial": True,
+    }
     rollout = RolloutBuffer(8, 3, batch_size=5, shuffle=False, **settings)
     for written in (5, 8):
         rollout.extend(data[:, rollout.writer.steps : written].clone())
@@ -360,11 +463,19 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(own, how):
         scaled = (advantage - advantage.mean()) / advantage.std(correction=0)
         for batch in rollout:
             t, e = batch["index"].unbind(-1)
-            torch.testing.assert_close(batch["value_target"], target[e, t], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                batch["value_target"], target[e, t], rtol=1e-4, atol=1e-5
+            )
             want = (scaled if how == "rollout" else advantage)[e, t]
             if how == "minibatch":
                 want = (want - want.mean()) / want.std(correction=0)
             torch.testing.assert_close(batch["advantage"], want, rtol=1e-3, atol=1e-4)
-        unscaled = target - world.value(part["observation"]) if how == "rollout" else advantage
-        assert rollout.summary()["advantage_mean"] == pytest.approx(unscaled.mean().item(), abs=1e-4)
-        assert rollout.summary()["advantage_std"] == pytest.approx(unscaled.std(correction=0).item(), rel=1e-3)
+        unscaled = (
+            target - world.value(part["observation"]) if how == "rollout" else advantage
+        )
+        assert rollout.summary()["advantage_mean"] == pytest.approx(
+            unscaled.mean().item(), abs=1e-4
+        )
+        assert rollout.summary()["advantage_std"] == pytest.approx(
+            unscaled.std(correction=0).item(), rel=1e-3
+        )

@@ -1,4 +1,5 @@
-"""Stored rows as the doctor reads them, whatever holds them; wrong values, and the bounds of spaces."""
+"""Stored rows as the doctor reads them, whatever holds them; wrong values, and the
+bounds of spaces."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Key: TypeAlias = tuple[str, ...]
 Values: TypeAlias = dict[Key, Tensor]
 Interval: TypeAlias = tuple[Tensor, Tensor]
 Suspects: TypeAlias = dict[tuple[str, Key], Callable[[Tensor], Tensor]]
-# Keys that may be stored at the root and under "next" although they are not observations.
+# Keys that may be stored at the root and under "next" although they are not
+# observations.
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # rows of this size fit into a cache
 _NAMED = 5  # a finding names at most this many rows
@@ -35,40 +37,58 @@ _ODD = 0x1E3779B97F4A7C15  # an odd number: products with different words differ
 
 
 class Record:
-    """Rows, lane after lane, each from its oldest row on, and what one pass over them finds.
+    """Rows, lane after lane, each from its oldest row on, and what one pass over them
+    finds.
 
-    Masks of all rows are ``[N]`` bool on the CPU. Observations are compared by their hashes. The first row follows the
-    last one; rows that are not ``paired`` are the last ones of their lanes.
+    Masks of all rows are ``[N]`` bool on the CPU. Observations are compared by their
+    hashes. The first row follows the last one; rows that are not ``paired`` are the
+    last ones of their lanes.
     """
 
-    def __init__(self, storage: Storage, writer: Writer | None, bounds: Mapping[Key, Interval]) -> None:
+    def __init__(
+        self, storage: Storage, writer: Writer | None, bounds: Mapping[Key, Interval]
+    ) -> None:
         if not len(storage):
             raise ValueError("the buffer is empty: there is nothing to read")
         rows = stored_rows(storage)
         if rows is None:
-            raise TypeError(f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}")
+            raise TypeError(
+                f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}"
+            )
         self.storage, self.lanes = storage, lanes_of(storage).numel()
-        self.shape = (len(storage) // self.lanes, *lanes_of(storage))  # as the storage indexes rows
+        # as the storage indexes rows
+        self.shape = (len(storage) // self.lanes, *lanes_of(storage))
         self._gather: Callable[[Tensor], TensorDictBase]
         if isinstance(storage, PackedStorage):
-            self._gather, cells, counts = storage.gather, storage.ring.cells_by_age(), storage.ring.count
+            self._gather, cells, counts = (
+                storage.gather,
+                storage.ring.cells_by_age(),
+                storage.ring.count,
+            )
         else:
             flat = rows if storage.ndim == 1 else rows.flatten(0, storage.ndim - 1)
             self._gather = cast("Callable[[Tensor], TensorDictBase]", flat.__getitem__)
             steps = self.shape[0]
-            first = torchrl_parts.last_step(storage, steps) + 1 if steps == len(rows) else 0
+            first = (
+                torchrl_parts.last_step(storage, steps) + 1 if steps == len(rows) else 0
+            )
             order = (torch.arange(steps, device="cpu") + first) % steps
-            cells = (order * self.lanes + torch.arange(self.lanes, device="cpu")[:, None]).flatten()
+            cells = (
+                order * self.lanes + torch.arange(self.lanes, device="cpu")[:, None]
+            ).flatten()
             counts = np.full(self.lanes, steps)
         #: The flat index of each row in the storage, ``[N]``.
         self.cells, self.rows = cells.cpu(), len(cells)
         self.paired = ~self._mask()
         self.paired[torch.from_numpy(counts[counts > 0].cumsum() - 1)] = False
-        self.kinds = self.read(torch.zeros(1, dtype=torch.int64, device="cpu"))  # the entries of a row
-        #: The keys of observations, which are stored at the root and under "next", with the same dtype and shape.
+        # the entries of a row
+        self.kinds = self.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        #: The keys of observations, which are stored at the root and under "next", with
+        # the same dtype and shape.
         self.observed = [key for key in self.kinds if self._is_observed(key)]
         self.skipped = [*self._unknown_order(writer)]  # omitted checks, and the reasons
-        #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
+        #: Whether the rows are in time order, with flags or ids that mark the ends of
+        # trajectories.
         self.knows_ends = not self.skipped
         self._scan(bounds)
 
@@ -84,41 +104,80 @@ class Record:
     def _flag(self, name: str) -> list[Key]:
         """Return the keys of an end flag: the shortest ones under "next"."""
         keys = [key for key in self.kinds if key[0] == "next" and key[-1] == name]
-        return [key for key in keys if len(key) == min(map(len, keys)) and self.kinds[key].dtype is torch.bool]
+        return [
+            key
+            for key in keys
+            if len(key) == min(map(len, keys)) and self.kinds[key].dtype is torch.bool
+        ]
 
     def _unknown_order(self, writer: Writer | None) -> list[str]:
         storage, ids = self.storage, self.kinds.get(TRAJ_KEY)
         if not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
             return [f"the order of rows, which a {type(writer).__name__} does not keep"]
-        if isinstance(storage, PackedStorage) and storage.all_rows().layout.root.batch_size:
-            return [f"trajectories: a row holds several steps, use a storage with ndim={storage.ndim + 1}"]
+        if (
+            isinstance(storage, PackedStorage)
+            and storage.all_rows().layout.root.batch_size
+        ):
+            return [
+                f"trajectories: a row holds several steps, use a storage with ndim={storage.ndim + 1}"
+            ]
         has_flags = any(map(self._flag, ("done", "terminated", "truncated")))
-        if has_flags if ids is None else ids.numel() == 1 and not ids.is_floating_point():
+        if (
+            has_flags
+            if ids is None
+            else ids.numel() == 1 and not ids.is_floating_point()
+        ):
             return []
-        return ["trajectories: neither done flags nor trajectory ids, one integer per row, are stored"]
+        return [
+            "trajectories: neither done flags nor trajectory ids, one integer per row, are stored"
+        ]
 
     def read(self, rows: Tensor) -> Values:
         """Return the entries of rows, ``[n, ...]`` each, on the storage's device."""
         found = walk(self._gather(self.cells[rows].to(device_of(self.storage))))
         tensors = ((key, value) for key, value in found if isinstance(value, Tensor))
-        return {key: value.reshape(len(rows), *(value.shape[1:] or (1,))) for key, value in tensors}
+        return {
+            key: value.reshape(len(rows), *(value.shape[1:] or (1,)))
+            for key, value in tensors
+        }
 
     def _scan(self, bounds: Mapping[Key, Interval]) -> None:
-        flags = {name: keys for name in ("done", "terminated", "truncated") if (keys := self._flag(name))}
-        suspects, ids = suspects_of(self.kinds, self.observed, bounds), self.kinds.get(TRAJ_KEY)
+        flags = {
+            name: keys
+            for name in ("done", "terminated", "truncated")
+            if (keys := self._flag(name))
+        }
+        suspects, ids = (
+            suspects_of(self.kinds, self.observed, bounds),
+            self.kinds.get(TRAJ_KEY),
+        )
         self.flags = {name: self._mask() for name in flags}
         #: For each kind of fault and key, whether the value is wrong.
         self.wrong = {suspect: self._mask() for suspect in suspects}
-        self.ids = None if ids is None else torch.empty(self.rows, dtype=ids.dtype, device="cpu")
-        #: Hashes of the observation, and of the next observation, of each row, ``[N]`` int64.
-        self.here, self.there = (torch.empty(self.rows, dtype=torch.int64, device="cpu") for _ in range(2))
-        size = max(1, _BLOCK_BYTES // max(1, sum(value.nbytes for value in self.kinds.values())))
+        self.ids = (
+            None
+            if ids is None
+            else torch.empty(self.rows, dtype=ids.dtype, device="cpu")
+        )
+        #: Hashes of the observation, and of the next observation, of each row, ``[N]``
+        # int64.
+        self.here, self.there = (
+            torch.empty(self.rows, dtype=torch.int64, device="cpu") for _ in range(2)
+        )
+        size = max(
+            1,
+            _BLOCK_BYTES // max(1, sum(value.nbytes for value in self.kinds.values())),
+        )
         for rows in torch.arange(self.rows, device="cpu").split(size):
             values = self.read(rows)
             for name, keys in flags.items():
-                self.flags[name][rows] = torch.stack([values[key].flatten(1).any(1).cpu() for key in keys]).any(0)
+                self.flags[name][rows] = torch.stack(
+                    [values[key].flatten(1).any(1).cpu() for key in keys]
+                ).any(0)
             for suspect, is_wrong in suspects.items():
-                self.wrong[suspect][rows] = is_wrong(values[suspect[1]]).flatten(1).any(1).cpu()
+                self.wrong[suspect][rows] = (
+                    is_wrong(values[suspect[1]]).flatten(1).any(1).cpu()
+                )
             if self.ids is not None:
                 self.ids[rows] = values[TRAJ_KEY].flatten(1)[:, 0].cpu()
             self.here[rows] = _hashes(values, (), self.observed)
@@ -127,49 +186,103 @@ class Record:
         self.cut = self._cuts()
         self.inside, self.ends = self.paired & ~self.cut, self.paired & self.cut
         unknown, unknown_next = (self._not_finite(lead) for lead in ((), ("next",)))
-        known, same = ~(unknown.roll(-1) | unknown_next), self.there == self.here.roll(-1)
-        #: The next observation is not that of the following row; NaN and infinity match any value.
+        known, same = (
+            ~(unknown.roll(-1) | unknown_next),
+            self.there == self.here.roll(-1),
+        )
+        #: The next observation is not that of the following row; NaN and infinity match
+        # any value.
         self.apart = known & ~same
-        #: A trajectory ends, yet the next observation is the following row's, and not this row's.
+        #: A trajectory ends, yet the next observation is the following row's, and not
+        # this row's.
         self.unbroken = self.ends & known & same & (self.there != self.here)
 
     def _not_finite(self, lead: Key) -> Tensor:
-        suspects = (self.wrong.get(("not-finite", (*lead, *key))) for key in self.observed)
-        return torch.stack([self._mask(), *(where for where in suspects if where is not None)]).any(0)
+        suspects = (
+            self.wrong.get(("not-finite", (*lead, *key))) for key in self.observed
+        )
+        return torch.stack(
+            [self._mask(), *(where for where in suspects if where is not None)]
+        ).any(0)
 
     def _cuts(self) -> Tensor:
         storage, flags = self.storage, self.flags
-        if self.knows_ends and isinstance(storage, PackedStorage) and storage.episodes and storage.in_time_order:
+        if (
+            self.knows_ends
+            and isinstance(storage, PackedStorage)
+            and storage.episodes
+            and storage.in_time_order
+        ):
             spans = storage.episodes_now().spans
-            ahead = [spans(cells.to(storage.device)).ahead.cpu() for cells in self.cells.split(1 << 16)]
+            ahead = [
+                spans(cells.to(storage.device)).ahead.cpu()
+                for cells in self.cells.split(1 << 16)
+            ]
             return torch.cat(ahead) == 0
         ended = [flags["done"]] if "done" in flags else [*flags.values()]
         changes = [] if self.ids is None else [self.ids != self.ids.roll(-1)]
         return torch.stack([~self.paired, *ended, *changes]).any(0)
 
-    def finding(self, code: str, where: Tensor | None, of: int, key: Key | None = None, **words: object) -> Finding:
-        """Return a finding about the rows of the mask ``where``; ``None`` stands for all rows."""
+    def finding(
+        self,
+        code: str,
+        where: Tensor | None,
+        of: int,
+        key: Key | None = None,
+        **words: object,
+    ) -> Finding:
+        """Return a finding about the rows of the mask ``where``; ``None`` stands for
+        all rows."""
         cells = self.cells[:0] if where is None else self.cells[where].sort().values
-        places = zip(*(x.tolist() for x in np.unravel_index(cells[:_NAMED].numpy(), self.shape)), strict=True)
+        places = zip(
+            *(x.tolist() for x in np.unravel_index(cells[:_NAMED].numpy(), self.shape)),
+            strict=True,
+        )
         rows = tuple(place if len(place) > 1 else place[0] for place in places)
-        explanation, remedy = (text.format(key=key and show_key(key), **words) for text in FAULTS[code])
-        return Finding(code, key, rows, of if where is None else len(cells), of, explanation, remedy)
+        explanation, remedy = (
+            text.format(key=key and show_key(key), **words) for text in FAULTS[code]
+        )
+        return Finding(
+            code,
+            key,
+            rows,
+            of if where is None else len(cells),
+            of,
+            explanation,
+            remedy,
+        )
 
 
 def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
-    """Return a hash of the entries ``keys`` under ``lead``, ``[n]`` int64; agents that do not act count as zeros."""
-    generator, result = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64, device="cpu")
+    """Return a hash of the entries ``keys`` under ``lead``, ``[n]`` int64; agents that
+    do not act count as zeros."""
+    generator, result = (
+        torch.Generator().manual_seed(0),
+        torch.zeros(1, dtype=torch.int64, device="cpu"),
+    )
     for path in ((*lead, *key) for key in keys):
         value, acts = values[path], values.get((*path[: len(lead) + 1], "mask"))
-        if acts is not None and acts.dtype is torch.bool and acts.shape[1:] == value.shape[1:2]:
-            value = value.masked_fill(~acts.view(*acts.shape, *[1] * (value.ndim - 2)), 0)
+        if (
+            acts is not None
+            and acts.dtype is torch.bool
+            and acts.shape[1:] == value.shape[1:2]
+        ):
+            value = value.masked_fill(
+                ~acts.view(*acts.shape, *[1] * (value.ndim - 2)), 0
+            )
         if value.is_floating_point() or value.is_complex():
             value = value + 0.0  # -0.0 becomes 0.0
         octets = value.contiguous().view(torch.uint8).flatten(1)
-        words = torch.nn.functional.pad(octets, (0, -octets.shape[1] % 8)).view(torch.int64)
-        words = words * _ODD  # a product loses high bits, in which alone 1.0 and 2.0 differ: move them down first
+        words = torch.nn.functional.pad(octets, (0, -octets.shape[1] % 8)).view(
+            torch.int64
+        )
+        # a product loses high bits, in which alone 1.0 and 2.0 differ: move them down
+        # first
+        words = words * _ODD
         words = words ^ (words >> 32 & 0xFFFFFFFF)
-        weight = torch.randint(-(1 << 62), 1 << 62, words.shape[1:], generator=generator, device="cpu")
+        weight = torch.randint(
+            -(1 << 62), 1 << 62, words.shape[1:], generator=generator, device="cpu"
+        )
         result = result + (words * weight.to(words.device)).sum(1).cpu()
     return result
 
@@ -186,22 +299,31 @@ def open_source(source: object) -> tuple[Storage, Writer | None]:
         return source, None
     if isinstance(source, TensorDictBase):
         storage = TensorStorage(source, ndim=max(1, source.ndim))
-        torchrl_parts.set_length(storage, source.numel())  # TorchRL counts time steps until the storage is first used
+        # TorchRL counts time steps until the storage is first used
+        torchrl_parts.set_length(storage, source.numel())
         return storage, None
     accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
     raise TypeError(f"the doctor reads {accepted}, not a {type(source).__name__}")
 
 
-def suspects_of(kinds: Mapping[Key, Tensor], observed: Sequence[Key], bounds: Mapping[Key, Interval]) -> Suspects:
-    """Return for each code and key, the function that tells which values are wrong, of rows like ``kinds``."""
+def suspects_of(
+    kinds: Mapping[Key, Tensor], observed: Sequence[Key], bounds: Mapping[Key, Interval]
+) -> Suspects:
+    """Return for each code and key, the function that tells which values are wrong, of
+    rows like ``kinds``."""
     suspects: Suspects = {}
     for key, value in kinds.items():
         root = key[1:] if key[0] == "next" else key
-        is_input = key[-1] in ("reward", "action") or root in observed or "observation" in key
+        is_input = (
+            key[-1] in ("reward", "action") or root in observed or "observation" in key
+        )
         if is_input and (value.is_floating_point() or value.is_complex()):
             suspects["not-finite", key] = lambda values: ~values.isfinite()
         if root in bounds and value.numel() == bounds[root][0].numel():
-            low, high = (bound.reshape(value.shape[1:]).to(value.device) for bound in bounds[root])
+            low, high = (
+                bound.reshape(value.shape[1:]).to(value.device)
+                for bound in bounds[root]
+            )
             suspects["out-of-bounds", key] = lambda values, low=low, high=high: (
                 ((values < low) | (values > high)) & values.isfinite()
             )
@@ -209,7 +331,8 @@ def suspects_of(kinds: Mapping[Key, Tensor], observed: Sequence[Key], bounds: Ma
 
 
 def bounds_of(source: object) -> dict[Key, Interval]:
-    """Return the bounds of each key that has bounds; ``source`` is a space, spec, environment or its name."""
+    """Return the bounds of each key that has bounds; ``source`` is a space, spec,
+    environment or its name."""
     if isinstance(source, str):
         import gymnasium
 
@@ -218,22 +341,39 @@ def bounds_of(source: object) -> dict[Key, Interval]:
                 return bounds_of(env)
         except gymnasium.error.Error as error:
             raise ValueError(str(error)) from error
-    for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
+    for name in (
+        "observation_spec_unbatched",
+        "single_observation_space",
+        "observation_space",
+    ):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)
             break
     if not is_space(source):
         accepted = "a Gymnasium space, a TorchRL spec of observations, an environment, or a name of Gymnasium's"
         raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
-    has_keys = isinstance(source, Composite) or isinstance(getattr(source, "spaces", None), Mapping)
+    has_keys = isinstance(source, Composite) or isinstance(
+        getattr(source, "spaces", None), Mapping
+    )
     return dict(_intervals(source, () if has_keys else (OBSERVATION,)))
 
 
 def _intervals(space: object, path: Key) -> Iterator[tuple[Key, Interval]]:
-    parts = entries(dict(space.items()) if isinstance(space, Composite) else getattr(space, "spaces", None))
-    box = getattr(space, "space", space)  # TorchRL's specs hold the limits in an attribute
+    parts = entries(
+        dict(space.items())
+        if isinstance(space, Composite)
+        else getattr(space, "spaces", None)
+    )
+    # TorchRL's specs hold the limits in an attribute
+    box = getattr(space, "space", space)
     if parts is not None:
         for name, part in parts.items():
             yield from _intervals(part, (*path, name))
     elif hasattr(box, "low") and hasattr(box, "high"):
-        yield path, (torch.as_tensor(box.low, device="cpu"), torch.as_tensor(box.high, device="cpu"))
+        yield (
+            path,
+            (
+                torch.as_tensor(box.low, device="cpu"),
+                torch.as_tensor(box.high, device="cpu"),
+            ),
+        )

@@ -1,6 +1,7 @@
 """Findings and reports of the doctor, and the texts for each kind of fault.
 
-Texts have fields in braces, such as ``{key}``; the check that finds a fault fills in the values.
+Texts have fields in braces, such as ``{key}``; the check that finds a fault fills in
+the values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Finding:
 
     code: str  # one of `rlbuf_td.diagnostics.doctor.CODES`
     key: tuple[str, ...] | None  # the affected key, if it is a single one
-    rows: tuple[Row, ...]  # the first few affected rows, as the storage indexes them: t, or (t, e) with lanes
+    # the first few affected rows, as the storage indexes them: t, or (t, e) with lanes
+    rows: tuple[Row, ...]
     count: int  # number of affected rows
     of: int  # number of rows checked; for some codes, of ends or trajectories
     explanation: str  # the observed fault and its meaning
@@ -34,8 +36,15 @@ class Finding:
         shown = f"{share:.0%}" if share >= 0.1 or not share else f"{100 * share:.2g}%"
         rows = f"{self.count:,} of {self.of:,} rows ({shown})"
         if self.rows:
-            rows += ": " + ", ".join(map(str, self.rows)) + (" ..." if self.count > len(self.rows) else "")
-        wrapped = [textwrap.fill(text, 76) for text in (rows, self.explanation, f"Remedy: {self.remedy}")]
+            rows += (
+                ": "
+                + ", ".join(map(str, self.rows))
+                + (" ..." if self.count > len(self.rows) else "")
+            )
+        wrapped = [
+            textwrap.fill(text, 76)
+            for text in (rows, self.explanation, f"Remedy: {self.remedy}")
+        ]
         return "\n".join([title, *(textwrap.indent(text, "    ") for text in wrapped)])
 
 
@@ -66,11 +75,23 @@ class Report:
         return self.findings[index]
 
     def __str__(self) -> str:
-        lanes = f" ({self.shape[0]:,} steps of {prod(self.shape[1:])} lanes)" if len(self.shape) > 1 else ""
-        found = "nothing found" if self.healthy else f"{len(self)} finding{'s' * (len(self) > 1)}"
+        lanes = (
+            f" ({self.shape[0]:,} steps of {prod(self.shape[1:])} lanes)"
+            if len(self.shape) > 1
+            else ""
+        )
+        found = (
+            "nothing found"
+            if self.healthy
+            else f"{len(self)} finding{'s' * (len(self) > 1)}"
+        )
         parts = [f"{self.rows:,} rows{lanes} read: {found}", *map(str, self.findings)]
         if self.skipped:
-            parts.append("\n".join(textwrap.fill(f"not checked: {what}", 80) for what in self.skipped))
+            parts.append(
+                "\n".join(
+                    textwrap.fill(f"not checked: {what}", 80) for what in self.skipped
+                )
+            )
         return "\n\n".join(parts)
 
 
@@ -82,7 +103,8 @@ _FLAG_WITHOUT_DONE = "{name} is set, but done is not (share of the rows with {na
 #: The explanation of each fault, and its remedy, by code, the most serious first.
 FAULTS: dict[str, tuple[str, str]] = {
     "lanes-mixed": (
-        _JUMPS + " It is another row's observation: rows are not in time order, or environments alternate in a lane.",
+        _JUMPS
+        + " It is another row's observation: rows are not in time order, or environments alternate in a lane.",
         "store each environment in a lane of its own, PackedStorage(..., ndim=2), and extend with batches [E, T], as "
         "collectors return them (or [T, E] with dim_extend=0); let NStepSampler compute n-step returns.",
     ),
@@ -98,9 +120,11 @@ FAULTS: dict[str, tuple[str, str]] = {
         "environment returned them (not one of them normalised, or n steps ahead).",
     ),
     "reset-without-done": (
-        _JUMPS + " No other row has this observation: probably the environment was reset here (or the loop was "
+        _JUMPS
+        + " No other row has this observation: probably the environment was reset here (or the loop was "
         "stopped), and done is not set. The trajectory then continues across the reset.",
-        _DONE + ": a time limit also ends a trajectory. If you call reset yourself, set ('next', 'truncated') in the "
+        _DONE
+        + ": a time limit also ends a trajectory. If you call reset yourself, set ('next', 'truncated') in the "
         "last row, or store ('collector', 'traj_ids').",
     ),
     "done-shifted": (
@@ -110,7 +134,8 @@ FAULTS: dict[str, tuple[str, str]] = {
         "('next', 'observation'), not to 'observation'.",
     ),
     "final-observation-lost": (
-        _ENDS + ". It is {jump:.1f} times as far from this row's observation as usual: the reset returned it. The true "
+        _ENDS
+        + ". It is {jump:.1f} times as far from this row's observation as usual: the reset returned it. The true "
         "final observation is lost, and a truncated step bootstraps from the wrong one.",
         "store infos['final_obs'] of Gymnasium's same-step autoreset as the next observation, or let "
         "GymnasiumRecorder or TorchRL's collectors write the rows.",
@@ -122,7 +147,8 @@ FAULTS: dict[str, tuple[str, str]] = {
         "do not store the step that follows an end; GymnasiumRecorder omits it.",
     ),
     "done-without-reset": (
-        _ENDS + ", and is as near to this row's as usual: the environment was not reset, so there was no end.",
+        _ENDS
+        + ", and is as near to this row's as usual: the environment was not reset, so there was no end.",
         "store done as the environment's step returned it, and not another library's mask (1 - done); a trajectory id "
         "must not change within a trajectory.",
     ),

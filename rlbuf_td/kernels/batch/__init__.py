@@ -1,6 +1,7 @@
 """Samples a whole batch on the CPU in one compiled call."""
 
-# Several Python calls would be slow, because each learner step evicts Python's code from the processor's caches.
+# Several Python calls would be slow, because each learner step evicts Python's code
+# from the processor's caches.
 
 from __future__ import annotations
 
@@ -17,38 +18,68 @@ from rlbuf_td.kernels.host_memory import address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import all_parts
 
-__all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "LeafMemory", "batch_record", "gather_leaves"]
+__all__ = [
+    "RING",
+    "STEPS",
+    "UPDATE",
+    "WINDOWS",
+    "LeafMemory",
+    "batch_record",
+    "gather_leaves",
+]
 
 
-def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int) -> np.ndarray:
-    """Return a :data:`~rlbuf_td.kernels.batch.ring.BATCH` record, which describes the stored rows to kernels.
+def batch_record(
+    count: int, matrix: Tensor, extents: np.ndarray, **fields: int
+) -> np.ndarray:
+    """Return a :data:`~rlbuf_td.kernels.batch.ring.BATCH` record, which describes the
+    stored rows to kernels.
 
     Args:
         count: rows per batch.
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
-        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. For n-step transitions,
-            ``[leaves, 4]``: also the kind, for example ``REWARD``, and the element size. The caller must
-            keep this array alive.
-        **fields: further fields of the record, for example ``lanes``; a missing field is 0.
+        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes.
+            For n-step transitions, ``[leaves, 4]``: also the kind, for example
+            ``REWARD``, and the element size. The caller must keep this array alive.
+        **fields: further fields of the record, for example ``lanes``; a missing field
+            is 0.
     """
     advise_huge_pages(matrix)  # makes reads 10 to 20 % faster
     row_bytes = matrix.stride(0) * matrix.element_size()
-    fields |= {"rows": matrix.data_ptr(), "row_bytes": row_bytes, "leaves": len(extents)}
+    fields |= {
+        "rows": matrix.data_ptr(),
+        "row_bytes": row_bytes,
+        "leaves": len(extents),
+    }
     fields |= {"count": count, "extents": extents.ctypes.data}
     return record_of(BATCH, **fields)
 
 
-def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
-    """Copy the rows of ``matrix`` with the indices ``index`` to the tensors ``out``, one tensor for each leaf.
+def gather_leaves(
+    matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]
+) -> None:
+    """Copy the rows of ``matrix`` with the indices ``index`` to the tensors ``out``,
+    one tensor for each leaf.
 
-    ``index`` is int64 of any shape, and each tensor of ``out`` is ``[*index.shape, ...]``. ``extents``, ``[leaves, 2]``
-    int64, holds the offset and the size of each leaf in a row, in bytes. All tensors must be contiguous and on the CPU.
-    If an index is out of range, an IndexError is raised, and the tensors hold undefined numbers.
+    ``index`` is int64 of any shape, and each tensor of ``out`` is
+    ``[*index.shape, ...]``. ``extents``, ``[leaves, 2]`` int64, holds the offset and
+    the size of each leaf in a row, in bytes. All tensors must be contiguous and on the
+    CPU. If an index is out of range, an IndexError is raised, and the tensors hold
+    undefined numbers.
     """
-    targets, live = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out)), len(matrix)
-    shape = {"rows": address_of(matrix), "row_bytes": matrix.stride(0) * matrix.element_size(), "count": index.numel()}
+    targets, live = (
+        np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out)),
+        len(matrix),
+    )
+    shape = {
+        "rows": address_of(matrix),
+        "row_bytes": matrix.stride(0) * matrix.element_size(),
+        "count": index.numel(),
+    }
     record = record_of(BATCH, leaves=len(extents), extents=extents.ctypes.data, **shape)
     gather_rows, count = loop("batch.cpu", "gather_rows"), index.numel()
-    work = partial(gather_rows, record.ctypes.data, address_of(index), targets.ctypes.data, live)
+    work = partial(
+        gather_rows, record.ctypes.data, address_of(index), targets.ctypes.data, live
+    )
     if not all_parts(work, 0, count, count * shape["row_bytes"]):
         refuse_rows(index, live)

@@ -1,6 +1,7 @@
 """Compiled functions that gather a batch, or update priorities, on the CPU.
 
-Most arguments are addresses, because numba converts an array argument more slowly than an integer.
+Most arguments are addresses, because numba converts an array argument more slowly than
+an integer.
 
 Args:
     address: address of a ``BATCH`` record.
@@ -31,18 +32,21 @@ from rlbuf_td.kernels.serials_cpu import head_at, is_stale, stamp_of
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, TREE
 from rlbuf_td.kernels.sum_tree.cpu import update as update_tree
 
-# One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
-# rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.
+# One block of rows is copied, leaf by leaf, while the next block is prefetched. After a
+# learner's step, blocks of 16 rows take 6 to 12 % longer, and blocks of 256 as long.
+# Copying row by row would take 1.5 times as long.
 _BLOCK = 64
 _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 # Large leaves are copied past the caches if the batch has more bytes than this. That
-# takes 20 to 40 % less time, and the next reader loses nothing, because the caches could not keep the copy.
+# takes 20 to 40 % less time, and the next reader loses nothing, because the caches
+# could not keep the copy.
 _STREAMED = 16 << 20
 
 
 @inlined
 def gather(batch, index, targets, first, last):
-    """Copy the leaves of the rows in ``index[first:last]`` to the tensors with the addresses at ``targets``."""
+    """Copy the leaves of the rows in ``index[first:last]`` to the tensors with the
+    addresses at ``targets``."""
     rows, row_bytes = batch.rows, batch.row_bytes
     extents = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     out = carray(pointer(targets), batch.leaves, np.int64)
@@ -55,13 +59,23 @@ def gather(batch, index, targets, first, last):
             source, width, target = rows + extents[leaf, 0], extents[leaf, 1], out[leaf]
             if width == 1:
                 for i in range(max(begin, first), end):
-                    store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
+                    store(
+                        target + i,
+                        load(source + index[i] * row_bytes, np.uint8),
+                        np.uint8,
+                    )
             elif width == 4:
                 for i in range(max(begin, first), end):
-                    store(target + i * 4, load(source + index[i] * row_bytes, np.int32), np.int32)
+                    store(
+                        target + i * 4,
+                        load(source + index[i] * row_bytes, np.int32),
+                        np.int32,
+                    )
             elif streams and width >= _LARGE:
                 for i in range(max(begin, first), end):
-                    stream_bytes(target + i * width, source + index[i] * row_bytes, width)
+                    stream_bytes(
+                        target + i * width, source + index[i] * row_bytes, width
+                    )
             else:
                 for i in range(max(begin, first), end):
                     copy_bytes(target + i * width, source + index[i] * row_bytes, width)
@@ -76,12 +90,14 @@ def batch_at(address):
 
 @kernel
 def gather_rows(address, flat, targets, live, first, last):
-    """Gather the rows at the address ``flat``; return False, and gather nothing, if one is not in ``[0, live)``.
+    """Gather the rows at the address ``flat``; return False, and gather nothing, if one
+    is not in ``[0, live)``.
 
-    Only the rows with the numbers ``first`` to ``last - 1`` are gathered: several threads share a large batch.
+    Only the rows with the numbers ``first`` to ``last - 1`` are gathered: several
+    threads share a large batch.
 
-    The targets are the leaves, the index, of which only coordinates are written here, and the stamps of the rows if
-    ``BATCH.stamped``.
+    The targets are the leaves, the index, of which only coordinates are written here,
+    and the stamps of the rows if ``BATCH.stamped``.
     """
     batch = batch_at(address)
     index = carray(pointer(flat), batch.count, np.int64)
@@ -94,7 +110,8 @@ def gather_rows(address, flat, targets, live, first, last):
 
 @inlined
 def are_written(index, live):
-    """Whether all cells are below ``live``; without an early end, so that the loop is vectorized."""
+    """Whether all cells are below ``live``; without an early end, so that the loop is
+    vectorized."""
     inside = True
     for i in range(len(index)):
         inside &= (index[i] >= 0) & (index[i] < live)
@@ -107,7 +124,10 @@ def put_report(batch, index, targets, first, last):
     if batch.lanes:
         _coordinates(index[first:last], batch.lanes, load(place, np.int64) + 16 * first)
     if batch.stamped:
-        target, head = load(place + 8, np.int64), head_at(batch.serials, max(batch.lanes, 1))
+        target, head = (
+            load(place + 8, np.int64),
+            head_at(batch.serials, max(batch.lanes, 1)),
+        )
         for i in range(first, last):
             store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
@@ -115,13 +135,15 @@ def put_report(batch, index, targets, first, last):
 class Updates(NamedTuple):
     """The rows of an update; numbers without a comment are addresses.
 
-    The rows may be the anchors of windows of ``every`` rows: indices, TD errors and stamps are then those of a batch,
-    and a row of a window counts as :class:`~rlbuf_td.kernels.wrappers.Windows` says.
+    The rows may be the anchors of windows of ``every`` rows: indices, TD errors and
+    stamps are then those of a batch, and a row of a window counts as
+    :class:`~rlbuf_td.kernels.wrappers.Windows` says.
     """
 
     index: int  # flat indices, or coordinates; a negative one is skipped
     td_error: int
-    stamp: int  # rows that are gone since they got their stamp are skipped; 0: there are no stamps
+    # rows that are gone since they got their stamp are skipped; 0: there are no stamps
+    stamp: int
     mask: int  # 0: there are no windows; ``every`` and ``eta`` are then 1
     burn_in_mask: int
     every: int  # a number
@@ -138,19 +160,27 @@ def _size_of(of, begin):
     """Return ``|td_error|`` of a row, or of a window."""
     largest, total, learned = 0.0, 0.0, 0
     for at in range(begin, begin + of.every):
-        if not of.mask or (load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8)):
-            found = load(of.td_error + 8 * at, np.float64) if of.is_double else load(of.td_error + 4 * at, np.float32)
+        if not of.mask or (
+            load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8)
+        ):
+            found = (
+                load(of.td_error + 8 * at, np.float64)
+                if of.is_double
+                else load(of.td_error + 4 * at, np.float32)
+            )
             largest = max(largest, abs(np.float64(found)))
             total += abs(np.float64(found))
             learned += 1
-    # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
+    # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the
+    # update refuses the batch.
     return of.eta * largest + (1.0 - of.eta) * (total / max(learned, 1))
 
 
 @inlined
 def _listed(given, of):
-    """Return the rows to update, -1 for those that are gone, their ``|td_error|`` within its bounds, and how many are
-    gone since they were sampled, or -1 if a lane is out of range.
+    """Return the rows to update, -1 for those that are gone, their ``|td_error|``
+    within its bounds, and how many are gone since they were sampled, or -1 if a lane is
+    out of range.
     """
     row, magnitude = np.empty(of.count, np.int64), np.empty(of.count, np.float32)
     lanes, stale = max(given.lanes, 1), 0
@@ -158,11 +188,16 @@ def _listed(given, of):
         at = of.every * i
         size = _size_of(of, at)
         size = given.least if size < given.least else size  # NaN stays
-        magnitude[i] = np.float32(min(size, LARGEST_MAGNITUDE) if np.isfinite(size) else size)
+        magnitude[i] = np.float32(
+            min(size, LARGEST_MAGNITUDE) if np.isfinite(size) else size
+        )
         if not of.in_pairs:
             row[i] = load(of.index + 8 * at, np.int64)
             continue
-        step, lane = load(of.index + 16 * at, np.int64), load(of.index + 16 * at + 8, np.int64)
+        step, lane = (
+            load(of.index + 16 * at, np.int64),
+            load(of.index + 16 * at + 8, np.int64),
+        )
         if step >= 0 and (lane < 0 or lane >= lanes):
             return row, magnitude, -1
         row[i] = step * lanes + lane if step >= 0 else -1
@@ -172,7 +207,8 @@ def _listed(given, of):
             if row[i] < 0 or row[i] >= cells:
                 continue
             own = load(of.stamp + 8 * of.every * i, np.int64)
-            if of.every > 1:  # that of the first row of a window, which lies in the lane of its anchor
+            # that of the first row of a window, which lies in the lane of its anchor
+            if of.every > 1:
                 own += (row[i] // lanes - own) % given.steps
             if is_stale(given, head, row[i], own, of.written):
                 row[i] = -1
@@ -182,7 +218,8 @@ def _listed(given, of):
 
 @inlined
 def _raise_largest(given, counts, largest):
-    """Raise the magnitude of new rows in the call that changes priorities: no interrupt can come between."""
+    """Raise the magnitude of new rows in the call that changes priorities: no interrupt
+    can come between."""
     if counts and largest > load(given.largest, np.float64):
         store(given.largest, np.float64(largest), np.float64)
     return largest
@@ -190,7 +227,8 @@ def _raise_largest(given, counts, largest):
 
 @kernel
 def update_proportional(address, of: Updates):
-    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and the number of rows that are gone.
+    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and the
+    number of rows that are gone.
 
     ``address`` is that of an ``UPDATE`` record.
     """
@@ -198,8 +236,15 @@ def update_proportional(address, of: Updates):
     row, magnitude, stale = _listed(given, of)
     if stale < 0:
         return REFUSED, 0
-    tree, alpha = carray(pointer(given.table), 1, TREE), load(given.weighed_alpha, np.float64)
-    return _raise_largest(given, of.counts, update_tree(tree, row, magnitude, of.written, alpha, given.eps)), stale
+    tree, alpha = (
+        carray(pointer(given.table), 1, TREE),
+        load(given.weighed_alpha, np.float64),
+    )
+    return _raise_largest(
+        given,
+        of.counts,
+        update_tree(tree, row, magnitude, of.written, alpha, given.eps),
+    ), stale
 
 
 @kernel
@@ -210,12 +255,15 @@ def update_rank(address, of: Updates):
     if stale < 0:
         return REFUSED, 0
     order = carray(pointer(given.table), 1, ORDER)
-    return _raise_largest(given, of.counts, update_order(order, row, magnitude, of.written)), stale
+    return _raise_largest(
+        given, of.counts, update_order(order, row, magnitude, of.written)
+    ), stale
 
 
 @inlined
 def _coordinates(flat, lanes, target):
-    """Write the time step and the lane of each row index in ``flat`` to address ``target``."""
+    """Write the time step and the lane of each row index in ``flat`` to address
+    ``target``."""
     pair = carray(pointer(target), (len(flat), 2), np.int64)
     for i in range(len(flat)):
         pair[i, 0] = flat[i] // lanes

@@ -22,14 +22,24 @@ def _rows(batch):
 
 @kernel
 def read_entries(address, flat, targets, begin, end, entries):
-    """Copy the observations of rows with the indices at ``flat`` to the batch's tensors; see ``gather_rows``."""
+    """Copy the observations of rows with the indices at ``flat`` to the batch's
+    tensors; see ``gather_rows``."""
     batch = batch_at(address)
-    entries_cpu.read(entries, carray(pointer(targets), batch.leaves, np.int64), flat, begin, end, _rows(batch), _WHOLE)
+    entries_cpu.read(
+        entries,
+        carray(pointer(targets), batch.leaves, np.int64),
+        flat,
+        begin,
+        end,
+        _rows(batch),
+        _WHOLE,
+    )
 
 
 @kernel
 def read_joined_entries(address, flat, targets, ends, entries):
-    """Copy the observations of n-step transitions; those in "next" are of the rows with the indices at ``ends``."""
+    """Copy the observations of n-step transitions; those in "next" are of the rows with
+    the indices at ``ends``."""
     batch = batch_at(address)
     leaves = carray(pointer(targets), batch.leaves, np.int64)
     kinds = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
@@ -39,5 +49,9 @@ def read_joined_entries(address, flat, targets, ends, entries):
             last[leaf] = leaves[leaf]
         else:
             first[leaf] = leaves[leaf]
-    entries_cpu.read(entries, first, flat, np.int64(0), batch.count, _rows(batch), _WHOLE)
-    entries_cpu.read(entries, last, ends, np.int64(0), batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(
+        entries, first, flat, np.int64(0), batch.count, _rows(batch), _WHOLE
+    )
+    entries_cpu.read(
+        entries, last, ends, np.int64(0), batch.count, _rows(batch), _WHOLE
+    )

@@ -13,19 +13,23 @@ from torch import Tensor
 
 from rlbuf_td.kernels.host_memory import Entry, address_of, has_memory
 
-_LARGE, _MOST = 1 << 20, 128 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
-_AHEAD, _MOST_AHEAD = 8, 1 << 19  # largest number of batches, and of bytes, to allocate at a time
+# range of sizes, in bytes, of the tensors whose memory is reused
+_LARGE, _MOST = 1 << 20, 128 << 20
+# largest number of batches, and of bytes, to allocate at a time
+_AHEAD, _MOST_AHEAD = 8, 1 << 19
 _KEPT = 2  # tensors per leaf: one in use while the next batch is drawn, and one free
 
 _CPU = torch.device("cpu")
 
 
 class LeafMemory:
-    """Allocates uninitialised tensors, one for each pair of dtype and shape in ``entries``.
+    """Allocates uninitialised tensors, one for each pair of dtype and shape in
+    ``entries``.
 
-    On the CPU, tensors of 1 to 128 MiB reuse the memory of earlier tensors, because the operating system zeroes new
-    memory, which takes longer than copying a batch of images to it. Memory is reused only if no tensor, array, autograd
-    graph or other process still uses it.
+    On the CPU, tensors of 1 to 128 MiB reuse the memory of earlier tensors, because the
+    operating system zeroes new memory, which takes longer than copying a batch of
+    images to it. Memory is reused only if no tensor, array, autograd graph or other
+    process still uses it.
     """
 
     __slots__ = ("_device", "_first", "_kept", "_large", "_small", "ahead")
@@ -33,36 +37,64 @@ class LeafMemory:
     def __init__(self, entries: Sequence[Entry], device: torch.device = _CPU) -> None:
         bounds = range(_LARGE, _MOST + 1) if device.type == "cpu" else range(0)
         sizes = [dtype.itemsize * shape.numel() for dtype, shape in entries]
-        self.ahead = max(1, min(_AHEAD, _MOST_AHEAD // max(1, sum(sizes))))  # number of batches to allocate at a time
+        # number of batches to allocate at a time
+        self.ahead = max(1, min(_AHEAD, _MOST_AHEAD // max(1, sum(sizes))))
         self._device = device
-        self._first = next((place for place, size in enumerate(sizes) if size), None)  # the first tensor with elements
-        self._large = [(place, *entry) for place, entry in enumerate(entries) if sizes[place] in bounds]
-        self._kept: dict[int, deque[Tensor]] = {place: deque(maxlen=_KEPT) for place, _, _ in self._large}
-        shapes = [(0,) if place in self._kept else tuple(shape) for place, (_, shape) in enumerate(entries)]
-        strides = [torch.empty(shape, dtype=torch.uint8, device="meta").stride() for shape in shapes]
+        # the first tensor with elements
+        self._first = next((place for place, size in enumerate(sizes) if size), None)
+        self._large = [
+            (place, *entry)
+            for place, entry in enumerate(entries)
+            if sizes[place] in bounds
+        ]
+        self._kept: dict[int, deque[Tensor]] = {
+            place: deque(maxlen=_KEPT) for place, _, _ in self._large
+        }
+        shapes = [
+            (0,) if place in self._kept else tuple(shape)
+            for place, (_, shape) in enumerate(entries)
+        ]
+        strides = [
+            torch.empty(shape, dtype=torch.uint8, device="meta").stride()
+            for shape in shapes
+        ]
         self._small = shapes, strides, [dtype for dtype, _ in entries]
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        state: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
-        return None, state | {"_kept": {place: deque(maxlen=_KEPT) for place in self._kept}}
+        state: dict[str, object] = {
+            name: getattr(self, name) for name in self.__slots__
+        }
+        return None, state | {
+            "_kept": {place: deque(maxlen=_KEPT) for place in self._kept}
+        }
 
     def allocate(self) -> list[Tensor]:
         if self._device.type != "cpu":
-            return [_empty(*entry, device=self._device) for entry in zip(*self._small, strict=True)]
+            return [
+                _empty(*entry, device=self._device)
+                for entry in zip(*self._small, strict=True)
+            ]
         tensors = list(map(_empty_on_cpu, *self._small))
         for place, dtype, shape in self._large:
             tensors[place] = _recycled(self._kept[place], dtype, shape)
         if self._first is not None and not tensors[self._first].data_ptr():
-            address_of(tensors[self._first])  # raises an error: new tensors hold no data, as in FakeTensorMode
+            # raises an error: new tensors hold no data, as in FakeTensorMode
+            address_of(tensors[self._first])
         return tensors
 
 
-def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+def _empty(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 _guards: Any = getattr(torch._C._dynamo, "guards", None)
-# Code that Inductor compiles calls this function, too; it takes 40 % of the time of ``empty_like``.
+# Code that Inductor compiles calls this function, too; it takes 40 % of the time of
+# ``empty_like``.
 _empty_on_cpu: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cpu", _empty)
 
 
@@ -71,13 +103,15 @@ def _recycled(kept: deque[Tensor], dtype: torch.dtype, shape: torch.Size) -> Ten
     if memory is None:
         memory = torch.empty(shape, dtype=dtype, device="cpu")
     tensor = memory.data  # with a version counter of its own
-    if not memory.is_inference() and has_memory(memory):  # FakeTensorMode makes tensors without memory
+    # FakeTensorMode makes tensors without memory
+    if not memory.is_inference() and has_memory(memory):
         kept.append(memory)
     return tensor
 
 
 def _unused(kept: deque[Tensor]) -> Tensor | None:
-    """Remove and return a tensor of ``kept`` whose memory nothing else uses; return None if all are in use."""
+    """Remove and return a tensor of ``kept`` whose memory nothing else uses; return
+    None if all are in use."""
     for _ in range(len(kept)):
         with suppress(IndexError):  # another thread has taken the last one
             memory = kept.popleft()  # no other thread can take it now
@@ -88,7 +122,8 @@ def _unused(kept: deque[Tensor]) -> Tensor | None:
 
 
 def is_unused(memory: Tensor) -> bool:
-    has_memory = memory.untyped_storage().nbytes() >= memory.nbytes  # False after a user's ``resize_(0)``
+    # False after a user's ``resize_(0)``
+    has_memory = memory.untyped_storage().nbytes() >= memory.nbytes
     return has_memory and _holders(memory) == _ALONE and not memory.is_shared()
 
 

@@ -1,8 +1,9 @@
-"""Writes rows on the CPU in one compiled call: their bytes, the serials, the episodes, and the priorities of new rows.
+"""Writes rows on the CPU in one compiled call: their bytes, the serials, the episodes,
+and the priorities of new rows.
 
-Other arguments than counts are addresses, because numba converts an array argument more slowly than an integer.
-``address`` is that of a ``RING`` record. Nothing has changed if :func:`write` returns one of the codes from
-:data:`UNFINISHED` on.
+Other arguments than counts are addresses, because numba converts an array argument more
+slowly than an integer. ``address`` is that of a ``RING`` record. Nothing has changed if
+:func:`write` returns one of the codes from :data:`UNFINISHED` on.
 """
 
 from typing import NamedTuple
@@ -42,15 +43,25 @@ from rlbuf_td.kernels.serials import (
     TAIL,
     WRITTEN,
 )
-from rlbuf_td.kernels.serials_cpu import begin_write, block_at, head_at, longest_of, serial_of
+from rlbuf_td.kernels.serials_cpu import (
+    begin_write,
+    block_at,
+    head_at,
+    longest_of,
+    serial_of,
+)
 from rlbuf_td.kernels.sum_tree import TREE
 from rlbuf_td.kernels.sum_tree.cpu import fill, update
 
-IN_CELLS = -1  # what `write` returns, instead of a slot, if rows were written to lanes that stand apart
-#: Why nothing was written: the write before did not end; the generations of rows out of order have no address; weights
-#: are those of another alpha; the data lies in the rows; a lane is out of range.
+# what `write` returns, instead of a slot, if rows were written to lanes that stand
+# apart
+IN_CELLS = -1
+#: Why nothing was written: the write before did not end; the generations of rows out of
+# order have no address; weights : are those of another alpha; the data lies in the rows;
+# a lane is out of range.
 UNFINISHED, OUTDATED, UNWEIGHED, OVERLAPPING, NO_LANE = range(-2, -7, -1)
-_LARGE = 1_024  # bytes of leaves that are copied past the caches if the rows have more bytes than this:
+# bytes of leaves that are copied past the caches if the rows have more bytes than this:
+_LARGE = 1_024
 _STREAMED = 16 << 20
 
 
@@ -70,29 +81,54 @@ _ROWS = np.dtype([(name, np.int64) for name in _Rows._fields])
 
 
 @kernel
-def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities, goes_on: bool):
-    """Write ``count`` rows to the lanes at ``lane_ids``, or, if it is 0, ``count`` time steps to all lanes.
+def write(
+    address,
+    count,
+    lane_ids,
+    lanes_first: bool,
+    index,
+    counts,
+    priorities,
+    goes_on: bool,
+):
+    """Write ``count`` rows to the lanes at ``lane_ids``, or, if it is 0, ``count`` time
+    steps to all lanes.
 
-    Each row follows the newest one of its lane. The data is ``[count, ...]``; for time steps, ``[count, lanes, ...]``
-    or, if ``lanes_first``, ``[lanes, count, ...]``. The indices of the rows, in time order, are written to ``index``
-    unless it is 0. ``counts`` are the numbers of a writer in time order (0: none): the steps written so far, and where
-    a :class:`~rlbuf_td.storages.numbers.Planned` plans them. ``priorities`` is an ``UPDATE`` record (0: new rows get no
-    priority). The caller ends the write if it ``goes_on``.
+    Each row follows the newest one of its lane. The data is ``[count, ...]``; for time
+    steps, ``[count, lanes, ...]`` or, if ``lanes_first``, ``[lanes, count, ...]``. The
+    indices of the rows, in time order, are written to ``index`` unless it is 0.
+    ``counts`` are the numbers of a writer in time order (0: none): the steps written so
+    far, and where a :class:`~rlbuf_td.storages.numbers.Planned` plans them.
+    ``priorities`` is an ``UPDATE`` record (0: new rows get no priority). The caller
+    ends the write if it ``goes_on``.
 
-    Return the slot of the first time step, or :data:`IN_CELLS`, or why nothing was written.
+    Return the slot of the first time step, or :data:`IN_CELLS`, or why nothing was
+    written.
     """
     ring = carray(pointer(address), 1, RING)[0]
     lanes, steps = max(ring.lanes, 1), ring.steps
-    block, head, more = block_at(ring.head, lanes), head_at(ring.head, lanes), np.full(lanes, count)
+    block, head, more = (
+        block_at(ring.head, lanes),
+        head_at(ring.head, lanes),
+        np.full(lanes, count),
+    )
     code = _refusal(ring, block, head, lane_ids, priorities, more)
     if code:
         return code
     apart = lane_ids != 0 or not _stand_together(head, steps)
-    before, longest, cursor = head.copy(), longest_of(head, steps), head[WRITTEN, 0] % steps
+    before, longest, cursor = (
+        head.copy(),
+        longest_of(head, steps),
+        head[WRITTEN, 0] % steps,
+    )
     cells = np.empty(count if lane_ids else count * lanes, np.int64)
     begin_write(block, lanes, steps, more)
     if counts:
-        store(counts + 16, load(counts, np.int64) + (len(cells) if apart else count), np.int64)
+        store(
+            counts + 16,
+            load(counts, np.int64) + (len(cells) if apart else count),
+            np.int64,
+        )
         barrier()
         store(counts + 8, block[PUBLICATION], np.int64)
         barrier()
@@ -102,7 +138,14 @@ def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities
     _scatter(ring, cells)
     rows = np.empty(_WORDS, np.int64)
     slot = (cursor + max(count - steps, 0)) % steps
-    given = _Rows(address, priorities, address_of(cells), len(cells), IN_CELLS if apart else slot, address_of(before))
+    given = _Rows(
+        address,
+        priorities,
+        address_of(cells),
+        len(cells),
+        IN_CELLS if apart else slot,
+        address_of(before),
+    )
     for field in range(_WORDS):
         rows[field] = given[field]
     if ring.write_entries:
@@ -111,7 +154,13 @@ def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities
         for e in range(lanes):
             skipped = max(more[e] - steps, 0)
             if more[e]:
-                note(record_at(ring.episodes), e, before[WRITTEN, e] + skipped, more[e] - skipped, skipped > 0)
+                note(
+                    record_at(ring.episodes),
+                    e,
+                    before[WRITTEN, e] + skipped,
+                    more[e] - skipped,
+                    skipped > 0,
+                )
     _publish(ring, block, head, cells)
     if counts:
         store(counts, load(counts + 16, np.int64), np.int64)
@@ -127,20 +176,24 @@ def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities
 
 @kernel
 def _call(function, rows, cells, before):
-    """Call a :class:`Callback`; the arguments that it finds by their addresses live at least until it returns."""
+    """Call a :class:`Callback`; the arguments that it finds by their addresses live at
+    least until it returns."""
     call(function, address_of(rows))
 
 
 @inlined
 def _refusal(ring, block, head, lane_ids, priorities, more):
-    """Return why nothing can be written, or 0; count the rows of each lane in ``more``, which holds the rows of all."""
+    """Return why nothing can be written, or 0; count the rows of each lane in ``more``,
+    which holds the rows of all."""
     if block[DIRTY] != IDLE:
         return UNFINISHED
     if not ring.generations and not _in_order(head):
         return OUTDATED
     if priorities:
         given = carray(pointer(priorities), 1, UPDATE)[0]
-        if given.alpha and load(given.alpha, np.float64) != load(given.weighed_alpha, np.float64):
+        if given.alpha and load(given.alpha, np.float64) != load(
+            given.weighed_alpha, np.float64
+        ):
             return UNWEIGHED
     nbytes = ring.steps * len(more) * ring.row_bytes
     for leaf in range(ring.leaves):
@@ -176,7 +229,8 @@ def _stand_together(head, steps):
 
 @inlined
 def _clear_holes(ring, after, longest):
-    """Clear the time steps that become the last ones, because some lanes may not write them."""
+    """Clear the time steps that become the last ones, because some lanes may not write
+    them."""
     steps, width = longest_of(after, ring.steps), after.shape[1] * ring.row_bytes
     if steps > longest:
         for at in range(longest * width, steps * width):
@@ -185,11 +239,15 @@ def _clear_holes(ring, after, longest):
 
 @inlined
 def _place(ring, before, more, lane_ids, lanes_first, index, cells):
-    """Write the cell of each row of the data to ``cells``, and the indices of the rows, in time order, to ``index``."""
+    """Write the cell of each row of the data to ``cells``, and the indices of the rows,
+    in time order, to ``index``."""
     lanes, steps = len(more), ring.steps
     slots, replaced = np.empty(lanes, np.int64), np.empty(lanes, np.int64)
     for lane in range(lanes):
-        slots[lane], replaced[lane] = before[WRITTEN, lane] % steps, max(more[lane] - steps, 0)
+        slots[lane], replaced[lane] = (
+            before[WRITTEN, lane] % steps,
+            max(more[lane] - steps, 0),
+        )
     step, e = 0, 0
     for i in range(len(cells)):
         if lane_ids:
@@ -246,7 +304,9 @@ def _publish(ring, block, head, cells):
     if not _in_order(head):
         for i in range(len(cells)):
             if cells[i] >= 0:
-                serial = serial_of(head, ring.steps, cells[i] // lanes, cells[i] % lanes)
+                serial = serial_of(
+                    head, ring.steps, cells[i] // lanes, cells[i] % lanes
+                )
                 store(ring.generations + 8 * cells[i], serial, np.int64)
     barrier()
 
@@ -256,7 +316,8 @@ def _publish(ring, block, head, cells):
 
 @Callback
 def write_entries(rows):
-    """Store the deduplicated observations of rows whose other bytes have been stored."""
+    """Store the deduplicated observations of rows whose other bytes have been
+    stored."""
     given = carray(pointer(rows), 1, _ROWS)[0]
     ring = carray(pointer(given.ring), 1, RING)[0]
     entries_cpu.write(ring.entries, ring.sources, given.head, given.cells, given.size)
@@ -267,9 +328,15 @@ def enter_proportional(rows):
     """Set the priorities of new rows in a sum tree."""
     of = carray(pointer(rows), 1, _ROWS)[0]
     given = carray(pointer(of.priorities), 1, UPDATE)[0]
-    tree, alpha = carray(pointer(given.table), 1, TREE), load(given.weighed_alpha, np.float64)
+    tree, alpha = (
+        carray(pointer(given.table), 1, TREE),
+        load(given.weighed_alpha, np.float64),
+    )
     if of.slot == IN_CELLS:
-        cells, live = carray(pointer(of.cells), of.size, np.int64), given.steps * max(given.lanes, 1)
+        cells, live = (
+            carray(pointer(of.cells), of.size, np.int64),
+            given.steps * max(given.lanes, 1),
+        )
         update(tree, cells, np.full(of.size, _entry(given)), live, alpha, given.eps)
         return
     start, head, rest = _runs(given, of)
@@ -284,9 +351,13 @@ def enter_rank(rows):
     of = carray(pointer(rows), 1, _ROWS)[0]
     given = carray(pointer(of.priorities), 1, UPDATE)[0]
     order = carray(pointer(given.table), 1, ORDER)
-    magnitude = np.float32(_entry(given))  # for Python 3.10, where numba takes `view` of no inlined result
+    # for Python 3.10, where numba takes `view` of no inlined result
+    magnitude = np.float32(_entry(given))
     if of.slot == IN_CELLS:
-        cells, live = carray(pointer(of.cells), of.size, np.int64), given.steps * max(given.lanes, 1)
+        cells, live = (
+            carray(pointer(of.cells), of.size, np.int64),
+            given.steps * max(given.lanes, 1),
+        )
         update_order(order, cells, np.full(of.size, magnitude), live)
         return
     start, head, rest = _runs(given, of)
@@ -305,7 +376,8 @@ def _entry(given):
 
 @inlined
 def _runs(given, of):
-    """Return the first cell of new time steps, and the number of cells up to the last one, and from cell 0 on."""
+    """Return the first cell of new time steps, and the number of cells up to the last
+    one, and from cell 0 on."""
     lanes = max(given.lanes, 1)
     kept = min(of.size // lanes, given.steps)
     head = min(kept, given.steps - of.slot)

@@ -1,4 +1,5 @@
-"""Draws rows without priorities: recent rows more often than old ones, and rows without replacement."""
+"""Draws rows without priorities: recent rows more often than old ones, and rows without
+replacement."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.host_memory import address_of
 
-DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
+# a uniform number has 53 binary digits; the last ones, which hardly affect the age,
+# choose the lane
+DIGITS = 2.0**53
 
 
 def recent_rows(
-    uniform: Tensor, newest: int, span: int, steps: int, lanes: int, log_decay: float, out: Tensor | None = None
+    uniform: Tensor,
+    newest: int,
+    span: int,
+    steps: int,
+    lanes: int,
+    log_decay: float,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Draw rows; the probability of an age of ``k`` time steps is proportional to ``exp(k * log_decay)``. O(B).
+    """Draw rows; the probability of an age of ``k`` time steps is proportional to
+    ``exp(k * log_decay)``. O(B).
 
     Args:
         uniform: random numbers in ``[0, 1)``, ``[B]`` float64, contiguous.
@@ -25,26 +35,37 @@ def recent_rows(
         steps: number of stored time steps.
         lanes: number of lanes (rows per time step); all lanes are equally likely.
         out: on the CPU, the memory of the result; None: new memory.
-        log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are equally likely.
+        log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are
+            equally likely.
 
     Returns:
         row indices, ``[B]`` int64.
     """
     if backend_of(uniform) == "numba":
-        rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu") if out is None else out
+        rows = (
+            torch.empty(uniform.shape, dtype=torch.int64, device="cpu")
+            if out is None
+            else out
+        )
         given = len(uniform), lanes, newest, span, steps, float(log_decay)
         loop("draws.cpu", "recent_rows")(address_of(uniform), address_of(rows), *given)
         return rows
-    age = torch.log1p(uniform * expm1(span * log_decay)) / log_decay if log_decay < 0 else uniform * span
+    age = (
+        torch.log1p(uniform * expm1(span * log_decay)) / log_decay
+        if log_decay < 0
+        else uniform * span
+    )
     lane = (uniform * DIGITS).long() % lanes
     return (newest - age.long().clamp(max=span - 1)) % steps * lanes + lane
 
 
 def append_distinct_(out: Tensor, kept: int, values: Tensor) -> int:
-    """Write the values that ``out[:kept]`` lacks behind these, each once and in order, until ``out`` is full.
+    """Write the values that ``out[:kept]`` lacks behind these, each once and in order,
+    until ``out`` is full.
 
-    ``out`` and ``values`` are int64, not negative, contiguous and on the CPU, and must not overlap. Return the number
-    of values in ``out``. Cost: O(``len(out) + len(values)``).
+    ``out`` and ``values`` are int64, not negative, contiguous and on the CPU, and must
+    not overlap. Return the number of values in ``out``. Cost:
+    O(``len(out) + len(values)``).
 
     Example:
         >>> out = torch.zeros(4, dtype=torch.int64)
@@ -56,28 +77,34 @@ def append_distinct_(out: Tensor, kept: int, values: Tensor) -> int:
 
 
 def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
-    """Return ``B`` different row indices below ``rows``; all sequences of ``B`` different indices are equally likely.
+    """Return ``B`` different row indices below ``rows``; all sequences of ``B``
+    different indices are equally likely.
 
-    The function computes the first ``B`` steps of a Fisher-Yates shuffle of the indices: step ``k`` swaps the index at
-    place ``k`` with the index at a random place in ``k .. rows - 1``.
+    The function computes the first ``B`` steps of a Fisher-Yates shuffle of the
+    indices: step ``k`` swaps the index at place ``k`` with the index at a random place
+    in ``k .. rows - 1``.
 
-    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one random number per step. ``rows`` is an int or a 0-dim float64
-    tensor, and at least ``B``.
+    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one random number per step.
+    ``rows`` is an int or a 0-dim float64 tensor, and at least ``B``.
 
     Cost: O(B log B), independent of ``rows``, without host synchronisation.
-    Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm P.
+    Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm
+    P.
     """
     batch = uniform.shape[0]
     step = torch.arange(batch, device=uniform.device)
     place = step + (uniform * (rows - step)).long()
     ordered, order = place.sort(stable=True)
-    # For each step, the last earlier step that took the row at the same place (-1: none): it moved another row there.
+    # For each step, the last earlier step that took the row at the same place (-1:
+    # none): it moved another row there.
     before = torch.full_like(order, -1)
     before[order[1:]] = torch.where(ordered[1:] == ordered[:-1], order[:-1], -1)
-    # Step k moves the row at place k: row k, or the row that an earlier step has moved there. Such chains lead to ever
-    # earlier steps, and end at a place from which no earlier step took a row.
+    # Step k moves the row at place k: row k, or the row that an earlier step has moved
+    # there. Such chains lead to ever earlier steps, and end at a place from which no
+    # earlier step took a row.
     last = (torch.searchsorted(ordered, step, right=True) - 1).clamp(min=0)
     away = torch.where(ordered[last] == step, order[last], step)
-    for _ in range((batch - 1).bit_length()):  # pointer doubling: follows all chains in parallel
+    # pointer doubling: follows all chains in parallel
+    for _ in range((batch - 1).bit_length()):
         away = away[away]
     return torch.where(before < 0, place, away[before.clamp(min=0)])

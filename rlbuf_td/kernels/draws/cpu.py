@@ -9,14 +9,18 @@ from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.kernels.serials_cpu import head_at
 from rlbuf_td.kernels.strata import FIRST
 
-_FLAT = -1e-9  # for a smaller total decay, ages are uniform, because rounding would spoil the logarithm
+# for a smaller total decay, ages are uniform, because rounding would spoil the
+# logarithm
+_FLAT = -1e-9
 _ONE, _WORD = np.uint64(1), np.uint64(64)
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: close rows get distant places
+# 2**64 divided by the golden ratio: close rows get distant places
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @inlined
 def masses(uniform, total, step):
-    """Replace uniform numbers by the positions that ``strata.masses`` returns, bit by bit: both forms draw equally.
+    """Replace uniform numbers by the positions that ``strata.masses`` returns, bit by
+    bit: both forms draw equally.
 
     ``step`` is the result of ``strata.step_of``.
     """
@@ -35,7 +39,8 @@ def masses(uniform, total, step):
 
 @inlined
 def acceptable(index, td_error, rows):
-    """Whether every index is in ``[-1, rows)`` and every TD error is finite; an index of -1 means no row."""
+    """Whether every index is in ``[-1, rows)`` and every TD error is finite; an index
+    of -1 means no row."""
     good = True
     for j in range(index.shape[0]):
         good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
@@ -48,17 +53,27 @@ def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: flo
     is_flat = log_decay * span > _FLAT
     for i in range(count):
         u = load(uniform + 8 * i, np.float64)
-        age = np.int64(u * span if is_flat else np.log(1 + u * mass) * scale)  # log1p would take twice the time
+        # log1p would take twice the time
+        age = np.int64(u * span if is_flat else np.log(1 + u * mass) * scale)
         step = newest - min(age, span - 1)
         row = (step + steps if step < 0 else step) * lanes
-        store(rows + 8 * i, row + np.int64(u * DIGITS) % lanes if lanes > 1 else row, np.int64)
+        store(
+            rows + 8 * i,
+            row + np.int64(u * DIGITS) % lanes if lanes > 1 else row,
+            np.int64,
+        )
 
 
 @kernel
 def append_distinct(out_at, size, kept, values_at, given):
-    """Implement :func:`rlbuf_td.kernels.draws.append_distinct_` for arrays at addresses."""
-    out, values = carray(pointer(out_at), size, np.int64), carray(pointer(values_at), given, np.int64)
-    # A hash set with open addressing. It has at least twice as many places as ``out``, so a free one is always found.
+    """Implement :func:`rlbuf_td.kernels.draws.append_distinct_` for arrays at
+    addresses."""
+    out, values = (
+        carray(pointer(out_at), size, np.int64),
+        carray(pointer(values_at), given, np.int64),
+    )
+    # A hash set with open addressing. It has at least twice as many places as ``out``,
+    # so a free one is always found.
     bits = _ONE
     while (_ONE << bits) < np.uint64(2 * len(out)):
         bits += _ONE
@@ -79,16 +94,22 @@ def append_distinct(out_at, size, kept, values_at, given):
 
 @kernel
 def take_fresh(next_serials, steps, lanes, serials, most, out):
-    """Move at most ``most`` *fresh* rows, which no batch has had yet, to address ``out``; return their number.
+    """Move at most ``most`` *fresh* rows, which no batch has had yet, to address
+    ``out``; return their number.
 
-    ``next_serials`` is the address of the serial of the next row of each lane to hand out, ``[lanes]`` int64;
-    ``serials`` is that of the ring's numbers, see :mod:`rlbuf_td.kernels.serials`. The lane with the most fresh rows
-    comes first, then the lane with the smaller number.
+    ``next_serials`` is the address of the serial of the next row of each lane to hand
+    out, ``[lanes]`` int64; ``serials`` is that of the ring's numbers, see
+    :mod:`rlbuf_td.kernels.serials`. The lane with the most fresh rows comes first, then
+    the lane with the smaller number.
     """
-    following, head = carray(pointer(next_serials), lanes, np.int64), head_at(serials, lanes)
+    following, head = (
+        carray(pointer(next_serials), lanes, np.int64),
+        head_at(serials, lanes),
+    )
     waiting = np.int64(0)
     for lane in range(lanes):
-        following[lane] = max(following[lane], head[TAIL, lane])  # rows that are gone are no longer fresh
+        # rows that are gone are no longer fresh
+        following[lane] = max(following[lane], head[TAIL, lane])
         waiting = max(waiting, head[WRITTEN, lane] - following[lane])
     taken = 0
     while taken < most and waiting > 0:

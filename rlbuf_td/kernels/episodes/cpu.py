@@ -1,4 +1,5 @@
-"""The loops over the numbers of :mod:`rlbuf_td.kernels.episodes`, for rows in host memory.
+"""The loops over the numbers of :mod:`rlbuf_td.kernels.episodes`, for rows in host
+memory.
 
 The argument ``address`` is that of an ``EPISODES`` record.
 """
@@ -33,7 +34,9 @@ def record_at(address):
 @inlined
 def numbers_at(address):
     record = record_at(address)
-    return Numbers(record.numbers, record.tail, record.written, record.steps, record.lanes)
+    return Numbers(
+        record.numbers, record.tail, record.written, record.steps, record.lanes
+    )
 
 
 @inlined
@@ -73,7 +76,8 @@ def rows_before(of, lane, slot):
 
 @inlined
 def cell_of(of, number):
-    """Return the cell of a live row, see :meth:`rlbuf_td.storages.ring.Ring.cell_of`: numbers go lane after lane."""
+    """Return the cell of a live row, see :meth:`rlbuf_td.storages.ring.Ring.cell_of`:
+    numbers go lane after lane."""
     lane = np.int64(0)
     tail = load(of.tail, np.int64)
     count = load(of.written, np.int64) - tail
@@ -94,7 +98,8 @@ def steps_ahead(of, lane, slot):
 
 @inlined
 def steps_since(of, lane, slot):
-    """Return the number of steps from the first step of the episode, stored or not, to a row."""
+    """Return the number of steps from the first step of the episode, stored or not, to
+    a row."""
     return np.int64(load(_at(of, lane, slot), np.int32)) & STEPS
 
 
@@ -113,7 +118,8 @@ def has_ended(of, lane, slot):
 
 @kernel
 def reach(address, cells, count, back, ahead, ended, whole):
-    """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses, but the count of the cells."""
+    """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses,
+    but the count of the cells."""
     of, cell = numbers_at(address), carray(pointer(cells), count, np.int64)
     for i in range(min(_SOON, count)):
         expect(of, cell[i])
@@ -130,14 +136,20 @@ def reach(address, cells, count, back, ahead, ended, whole):
 
 @kernel
 def whole(address, only_finished: bool, first, length):
-    """Implement :func:`rlbuf_td.kernels.episodes.whole`; return the number of episodes. O(E + K)."""
+    """Implement :func:`rlbuf_td.kernels.episodes.whole`; return the number of episodes.
+    O(E + K)."""
     of, found = numbers_at(address), 0
     for lane in range(of.lanes):
-        serial, written = load(of.tail + 8 * lane, np.int64), load(of.written + 8 * lane, np.int64)
+        serial, written = (
+            load(of.tail + 8 * lane, np.int64),
+            load(of.written + 8 * lane, np.int64),
+        )
         while serial < written:
             slot = serial % of.steps
             rows = steps_ahead(of, lane, slot) + 1
-            if not steps_since(of, lane, slot) and (has_ended(of, lane, slot) or not only_finished):
+            if not steps_since(of, lane, slot) and (
+                has_ended(of, lane, slot) or not only_finished
+            ):
                 store(first + 8 * found, slot * of.lanes + lane, np.int64)
                 store(length + 8 * found, rows, np.int64)
                 found += 1
@@ -149,7 +161,10 @@ def whole(address, only_finished: bool, first, length):
 def _ends(record, row):
     """Whether a flag of the row at an address is set."""
     for flag in range(record.flag_count):
-        offset, size = load(record.flags + 16 * flag, np.int64), load(record.flags + 16 * flag + 8, np.int64)
+        offset, size = (
+            load(record.flags + 16 * flag, np.int64),
+            load(record.flags + 16 * flag + 8, np.int64),
+        )
         for byte in range(offset, offset + size):
             if load(row + byte, np.uint8):
                 return True
@@ -181,7 +196,8 @@ def _put(at, back, left):
 
 @kernel
 def _close(record, lane, oldest, written):
-    """Write ``left`` of the stored rows, from the serial ``oldest`` on, of the episode that ends before ``written``."""
+    """Write ``left`` of the stored rows, from the serial ``oldest`` on, of the episode
+    that ends before ``written``."""
     last = written - 1
     if last < oldest:
         return
@@ -195,13 +211,17 @@ def _close(record, lane, oldest, written):
 
 @kernel
 def note(record, lane, first, count, skips):
-    """Write the numbers of ``count`` new rows of a lane, whose bytes are stored, from the serial ``first`` on.
+    """Write the numbers of ``count`` new rows of a lane, whose bytes are stored, from
+    the serial ``first`` on.
 
-    The rows are not published yet; those that they replace are given up. ``skips``: whether the rows just before
-    ``first`` have never been stored.
+    The rows are not published yet; those that they replace are given up. ``skips``:
+    whether the rows just before ``first`` have never been stored.
     """
     follows = record.following + 8 * lane
-    back, name = load(follows, np.int64), load(follows + 8 * record.lanes * ID, np.int64)
+    back, name = (
+        load(follows, np.int64),
+        load(follows + 8 * record.lanes * ID, np.int64),
+    )
     slot, oldest = first % record.steps, load(record.tail + 8 * lane, np.int64)
     if skips:
         back, name, oldest = MOST, _id_of(record, _row(record, lane, slot)), first
@@ -211,7 +231,11 @@ def note(record, lane, first, count, skips):
         if back < 0 or (back > 0 and own != name):
             _close(record, lane, oldest, serial)
             back = min(back, np.int64(0))
-        _put(record.numbers + 8 * (lane * record.steps + slot), BREAK if back < 0 else back, 0)
+        _put(
+            record.numbers + 8 * (lane * record.steps + slot),
+            BREAK if back < 0 else back,
+            0,
+        )
         name, back = own, min(max(back, np.int64(0)) + 1, MOST)
         if _ends(record, row):
             _close(record, lane, oldest, serial + 1)
@@ -224,7 +248,8 @@ def note(record, lane, first, count, skips):
 
 @kernel
 def note_rows(address, count, rows):
-    """Note new rows; ``rows``, the address of int64 ``[4, count]``, has the other arguments of `note`."""
+    """Note new rows; ``rows``, the address of int64 ``[4, count]``, has the other
+    arguments of `note`."""
     record, of = record_at(address), carray(pointer(rows), (4, count), np.int64)
     for i in range(count):
         note(record, of[0, i], of[1, i], of[2, i], of[3, i] != 0)
@@ -232,14 +257,24 @@ def note_rows(address, count, rows):
 
 @kernel
 def build(address):
-    """Implement :func:`rlbuf_td.kernels.episodes.note_` for rows that have been noted."""
+    """Implement :func:`rlbuf_td.kernels.episodes.note_` for rows that have been
+    noted."""
     record = record_at(address)
     for lane in range(record.lanes):
         follows = record.following + 8 * lane
-        tail, written = load(record.tail + 8 * lane, np.int64), load(record.written + 8 * lane, np.int64)
+        tail, written = (
+            load(record.tail + 8 * lane, np.int64),
+            load(record.written + 8 * lane, np.int64),
+        )
         if tail == written:
             continue
-        lane_at, slot, back, name, ended = record.numbers + 8 * lane * record.steps, tail % record.steps, 0, 0, False
+        lane_at, slot, back, name, ended = (
+            record.numbers + 8 * lane * record.steps,
+            tail % record.steps,
+            0,
+            0,
+            False,
+        )
         for serial in range(tail, written):
             at, row = lane_at + 8 * slot, _row(record, lane, slot)
             old, own = np.int64(load(at, np.int32)), _id_of(record, row)

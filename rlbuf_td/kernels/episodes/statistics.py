@@ -1,4 +1,5 @@
-"""Computes episode statistics on the CPU; episodes are recorded in the order in which they end."""
+"""Computes episode statistics on the CPU; episodes are recorded in the order in which
+they end."""
 
 import ctypes
 from collections.abc import Callable
@@ -16,7 +17,9 @@ else:  # Python runs the same loops, slowly
         return function
 
     def load(address: int, kind: type[np.generic]) -> np.generic:
-        return np.frombuffer((ctypes.c_char * np.dtype(kind).itemsize).from_address(int(address)), kind)[0]
+        return np.frombuffer(
+            (ctypes.c_char * np.dtype(kind).itemsize).from_address(int(address)), kind
+        )[0]
 
 
 SUM, MEAN, LAST = 0, 1, 2
@@ -27,7 +30,8 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 @kernel
 def _slot(keys, key, hint):
-    """Return the slot of the open episode ``key``, or a free slot if there is none, or -1 if no slot is free."""
+    """Return the slot of the open episode ``key``, or a free slot if there is none, or
+    -1 if no slot is free."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
@@ -58,7 +62,9 @@ def _finish(slot, row, reasons, reduction, episodes, finished):
     records[at, 0] = counters[STEPS]
     records[at, 1] = lengths[slot]
     for m in range(reduction.shape[0]):
-        records[at, 2 + m] = sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
+        records[at, 2 + m] = (
+            sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
+        )
     for r in range(ends.shape[1]):
         ends[at, r] = load(reasons[r] + row, np.uint8)
     keys[slot] = FREE
@@ -70,14 +76,18 @@ def count_steps(
     start, shape, strides, lane_ids, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Add the steps of one write to the statistics; return ``T * E``, or the first step that finds no free slot.
+    """Add the steps of one write to the statistics; return ``T * E``, or the first step
+    that finds no free slot.
 
     Args:
-        start: number of the first step to add; steps are numbered in time order, with E steps at each of T times.
+        start: number of the first step to add; steps are numbered in time order, with E
+            steps at each of T times.
         shape: (T, E).
         strides: elements between time steps, and between lanes, in each input.
-        lane_ids: the lane of each time step if E is 1 and the steps are of unlike lanes; otherwise empty.
-        inputs: addresses of int64 trajectory ids (0: none), bool ``done``, M metrics and R bool end reasons.
+        lane_ids: the lane of each time step if E is 1 and the steps are of unlike
+            lanes; otherwise empty.
+        inputs: addresses of int64 trajectory ids (0: none), bool ``done``, M metrics
+            and R bool end reasons.
         is_double: for each metric, whether it is float64, else float32.
         reduction: for each metric, ``SUM``, ``MEAN`` or ``LAST``.
         keys: for each slot, the id of its open episode, or ``FREE``.
@@ -85,7 +95,8 @@ def count_steps(
         touched: for each slot, the number of the last write that added a step.
         sums: for each slot, the metrics, ``[S, M]``.
         lane_slot: for each lane, the slot used last.
-        records: ring of finished episodes, ``[H, 2 + M]``: total steps at the end, length, metrics.
+        records: ring of finished episodes, ``[H, 2 + M]``: total steps at the end,
+            length, metrics.
         ends: end reasons of the same episodes, ``[H, R]``.
         counters: numbers of steps, finished episodes and writes.
     """
@@ -96,7 +107,8 @@ def count_steps(
         row = t * strides[0] + lane * strides[1]
         if len(lane_ids):
             lane = lane_ids[number]
-        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # no trajectory id
+        # no trajectory id
+        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)
         if key == PADDING:
             continue
         slot = _slot(keys, key, lane_slot[lane])
@@ -112,9 +124,16 @@ def count_steps(
         counters[STEPS] += 1
         for m in range(metrics):
             at = inputs[2 + m]
-            x = load(at + 8 * row, np.float64) if is_double[m] else np.float64(load(at + 4 * row, np.float32))
+            x = (
+                load(at + 8 * row, np.float64)
+                if is_double[m]
+                else np.float64(load(at + 4 * row, np.float32))
+            )
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
         if load(inputs[1] + row, np.uint8):
-            episodes, finished = _Open(keys, lengths, sums), _Finished(records, ends, counters)
+            episodes, finished = (
+                _Open(keys, lengths, sums),
+                _Finished(records, ends, counters),
+            )
             _finish(slot, row, inputs[2 + metrics :], reduction, episodes, finished)
     return steps * lanes

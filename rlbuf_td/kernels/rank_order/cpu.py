@@ -1,11 +1,14 @@
-"""The loops of :class:`~rlbuf_td.kernels.rank_order.ChunkedOrder`, which explains chunks and positions.
+"""The loops of :class:`~rlbuf_td.kernels.rank_order.ChunkedOrder`, which explains
+chunks and positions.
 
-The argument ``order`` is the address of an ``ORDER`` record, or an array with this record. The searches of a batch
-advance together, without branches, so that their cache misses overlap. Unsigned indices avoid numba's check for
-negative indices, which would prevent vectorisation.
+The argument ``order`` is the address of an ``ORDER`` record, or an array with this
+record. The searches of a batch advance together, without branches, so that their cache
+misses overlap. Unsigned indices avoid numba's check for negative indices, which would
+prevent vectorisation.
 
-To change the magnitude of a row, the row's old key is deleted and a new key is inserted. A deletion or insertion takes
-one search, and moves up to ``WIDTH`` keys of one chunk. Before an insertion into a full chunk, the chunk is split::
+To change the magnitude of a row, the row's old key is deleted and a new key is
+inserted. A deletion or insertion takes one search, and moves up to ``WIDTH`` keys of
+one chunk. Before an insertion into a full chunk, the chunk is split::
 
     position     p - 1      p                    p + 1
     before       [10 20]    [30 40 50 60]        [70 80]        the chunk at p is full (here WIDTH = 4)
@@ -20,13 +23,33 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.compiled import address_of, inlined, kernel, load, move_bytes, pointer, prefetch
+from rlbuf_td.kernels.compiled import (
+    address_of,
+    inlined,
+    kernel,
+    load,
+    move_bytes,
+    pointer,
+    prefetch,
+)
 from rlbuf_td.kernels.draws.cpu import acceptable, masses
-from rlbuf_td.kernels.rank_order import ABSENT, CHANGED, HEAD, NO_KEY, ORDER, ROOM, ROWS, USED, WIDTH, Ranks
+from rlbuf_td.kernels.rank_order import (
+    ABSENT,
+    CHANGED,
+    HEAD,
+    NO_KEY,
+    ORDER,
+    ROOM,
+    ROWS,
+    USED,
+    WIDTH,
+    Ranks,
+)
 from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, DrawLaw
 from rlbuf_td.kernels.sum_tree import REFUSED
 
-#: Searches that advance together: enough to overlap cache misses, few enough for the scratch memory to stay in cache.
+#: Searches that advance together: enough to overlap cache misses, few enough for the
+# scratch memory to stay in cache.
 BLOCK = 256
 #: How many searches ahead chunks are prefetched.
 AHEAD = 4
@@ -68,13 +91,15 @@ def _chunks_at(address):
 
 @inlined
 def key_of(bits, row):
-    """Return the sort key of a row: larger magnitudes (``bits``, a float32 read as int32) have smaller keys."""
+    """Return the sort key of a row: larger magnitudes (``bits``, a float32 read as
+    int32) have smaller keys."""
     return ((TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
 @kernel
 def _search(bounds, used, wanted, positions):
-    """For each value in ``wanted``, find the last of ``used`` positions with ``bounds[position] <= value``."""
+    """For each value in ``wanted``, find the last of ``used`` positions with
+    ``bounds[position] <= value``."""
     step = 1
     while step < used:
         step *= 2
@@ -84,7 +109,9 @@ def _search(bounds, used, wanted, positions):
     while step > 0:
         for i in range(len(wanted)):
             position = positions[i]
-            positions[i] = position + step * (bounds[np.uint64(position + step)] <= wanted[i])
+            positions[i] = position + step * (
+                bounds[np.uint64(position + step)] <= wanted[i]
+            )
         step >>= 1
 
 
@@ -128,7 +155,10 @@ def _count(chunks):
 def ranks_of(order, index, count, out):
     """Write each row's rank to the address ``out``, 0 for rows without a magnitude."""
     chunks = _chunks_at(order)
-    rows, ranks = carray(pointer(index), count, np.int64), carray(pointer(out), count, np.int64)
+    rows, ranks = (
+        carray(pointer(index), count, np.int64),
+        carray(pointer(out), count, np.int64),
+    )
     _count(chunks)
     keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, count, BLOCK):
@@ -139,7 +169,11 @@ def ranks_of(order, index, count, out):
         for i in range(many):
             if i + AHEAD < many:
                 _fetch_chunk(chunks, positions[i + AHEAD])
-            rank = chunks.before[positions[i]] + _count_below(chunks, positions[i], keys[i]) + 1
+            rank = (
+                chunks.before[positions[i]]
+                + _count_below(chunks, positions[i], keys[i])
+                + 1
+            )
             ranks[start + i] = rank * (chunks.bits[rows[start + i]] >= 0)
 
 
@@ -174,20 +208,26 @@ def _rank_of_mass(mass, rows, ranks):
 
 @kernel
 def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: DrawLaw):
-    """Draw rows by rank, and compute importance weights; return False if no row has a rank.
+    """Draw rows by rank, and compute importance weights; return False if no row has a
+    rank.
 
-    ``uniform_at``, ``rows_at`` and ``importance_at`` are the addresses of ``batch`` numbers each.
+    ``uniform_at``, ``rows_at`` and ``importance_at`` are the addresses of ``batch``
+    numbers each.
     """
     chunks = _chunks_at(order)
     rows = chunks.head[ROWS]
     if rows == 0:
         return False
     _count(chunks)
-    uniform, index = carray(pointer(uniform_at), batch, np.float64), carray(pointer(rows_at), batch, np.int64)
+    uniform, index = (
+        carray(pointer(uniform_at), batch, np.float64),
+        carray(pointer(rows_at), batch, np.int64),
+    )
     importance = carray(pointer(importance_at), batch, np.float32)
     total = _mass_of_all(rows, ranks)
     masses(uniform, total, law.step)
-    last, before = 1, np.empty(batch, np.int64)  # the number of rows before each drawn one
+    # the number of rows before each drawn one
+    last, before = 1, np.empty(batch, np.int64)
     for j in range(batch):
         rank = _rank_of_mass(uniform[j], rows, ranks)
         last = max(last, rank)
@@ -198,7 +238,8 @@ def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Dr
         position = np.uint64(index[j])
         at = np.uint64(before[j] - chunks.before[position])
         index[j] = chunks.keys[np.uint64(chunks.chunk[position]), at] & _ROW
-    # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
+    # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the
+    # largest weight.
     power = ranks.alpha * law.beta
     scale = -power * math.log(last if law.norm == BY_BATCH else rows)
     if law.norm == BY_NONE:
@@ -213,7 +254,8 @@ def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Dr
 
 @kernel
 def update(order, index, magnitude, rows):
-    """Set magnitudes, float32, as :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
+    """Set magnitudes, float32, as :func:`rlbuf_td.kernels.sum_tree.update_` on the
+    CPU."""
     if not acceptable(index, magnitude, rows):
         return REFUSED
     chunks, bits = _chunks(order[0]), magnitude.view(np.int32)
@@ -223,7 +265,8 @@ def update(order, index, magnitude, rows):
         stop = min(start + BLOCK, len(index))
         _delete(chunks, index[start:stop], keys, positions)
         count = 0
-        for i in range(stop - 1, start - 1, -1):  # backwards: a duplicate row keeps its last magnitude
+        # backwards: a duplicate row keeps its last magnitude
+        for i in range(stop - 1, start - 1, -1):
             row = index[i]
             if row >= 0:
                 largest = max(largest, np.float64(magnitude[i]))
@@ -237,7 +280,8 @@ def update(order, index, magnitude, rows):
 
 @kernel
 def fill(order, index, bits):
-    """Set one magnitude for the consecutive rows ``index``; ``bits`` is this float32 magnitude, read as an int32."""
+    """Set one magnitude for the consecutive rows ``index``; ``bits`` is this float32
+    magnitude, read as an int32."""
     chunks = _chunks(order[0])
     if len(index) == 0:
         return
@@ -245,7 +289,8 @@ def fill(order, index, bits):
     for start in range(0, len(index), BLOCK):
         _delete(chunks, index[start : start + BLOCK], keys, positions)
     chunks.bits[index[0] : index[-1] + 1] = bits
-    # The keys of these rows are consecutive: no other key lies between them, so that whole chunks are filled at once.
+    # The keys of these rows are consecutive: no other key lies between them, so that
+    # whole chunks are filled at once.
     key, end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
     while key < end:
         keys[0] = key
@@ -262,7 +307,8 @@ def fill(order, index, bits):
 
 @kernel
 def arrange(order, keys_at, count):
-    """Replace all keys of the rank order by those at an address, which must be in ascending order."""
+    """Replace all keys of the rank order by those at an address, which must be in
+    ascending order."""
     _arrange(_chunks_at(order), carray(pointer(keys_at), count, np.int64))
 
 
@@ -282,7 +328,8 @@ def _arrange(chunks, keys):
 
 @inlined
 def _rearrange(chunks):
-    """Move all keys to chunks that are three quarters full, when no unused chunk is left."""
+    """Move all keys to chunks that are three quarters full, when no unused chunk is
+    left."""
     keys, done = np.empty(chunks.head[ROWS], np.int64), 0
     for position in range(chunks.head[USED]):
         for i in range(chunks.size[position]):
@@ -307,7 +354,11 @@ def _delete(chunks, index, keys, positions):
         position = positions[i]
         at = _count_below(chunks, position, keys[i])
         above = chunks.size[position] - at - 1
-        move_bytes(_key_address(chunks, position, at), _key_address(chunks, position, at + 1), 8 * above)
+        move_bytes(
+            _key_address(chunks, position, at),
+            _key_address(chunks, position, at + 1),
+            8 * above,
+        )
         chunks.size[position] -= 1
     chunks.head[ROWS] -= count
     chunks.head[CHANGED] = 1
@@ -334,11 +385,16 @@ def _insert(chunks, keys, positions):
 
 @inlined
 def _insert_run(chunks, position, key, count):
-    """Insert up to ``count`` keys ``key, key + 1, ...`` into one chunk that is not full; return their number."""
+    """Insert up to ``count`` keys ``key, key + 1, ...`` into one chunk that is not
+    full; return their number."""
     at = _count_below(chunks, position, key)
     count = min(count, np.int64(WIDTH - chunks.size[position]))
     above = chunks.size[position] - at
-    move_bytes(_key_address(chunks, position, at + count), _key_address(chunks, position, at), 8 * above)
+    move_bytes(
+        _key_address(chunks, position, at + count),
+        _key_address(chunks, position, at),
+        8 * above,
+    )
     for i in range(count):
         chunks.keys[chunks.chunk[position], at + i] = key + i
     chunks.size[position] += count
@@ -348,10 +404,12 @@ def _insert_run(chunks, position, key, count):
 
 @inlined
 def _split(chunks, position, key, count):
-    """Move the upper keys of a full chunk to a new chunk, to make room for the keys ``key, key + 1, ...``.
+    """Move the upper keys of a full chunk to a new chunk, to make room for the keys
+    ``key, key + 1, ...``.
 
-    Half of the keys move. If ``key`` is at an end of the chunk, or the run is long, the keys from ``key`` on move: this
-    leaves full chunks behind. There must be an unused chunk, and the caller lets ``before`` be counted again.
+    Half of the keys move. If ``key`` is at an end of the chunk, or the run is long, the
+    keys from ``key`` on move: this leaves full chunks behind. There must be an unused
+    chunk, and the caller lets ``before`` be counted again.
     """
     below = _count_below(chunks, position, key)
     cut = _HALF if 0 < below < WIDTH and count < _HALF else below
@@ -360,9 +418,14 @@ def _split(chunks, position, key, count):
     _move_up(address_of(chunks.chunk) + 4 * later, new - later, 4)
     _move_up(address_of(chunks.size) + 4 * later, new - later, 4)
     chunks.chunk[later] = new
-    move_bytes(_key_address(chunks, later, 0), _key_address(chunks, position, cut), 8 * (WIDTH - cut))
+    move_bytes(
+        _key_address(chunks, later, 0),
+        _key_address(chunks, position, cut),
+        8 * (WIDTH - cut),
+    )
     highest = chunks.keys[chunks.chunk[position], WIDTH - 1]
-    chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1  # the new chunk may be empty
+    # the new chunk may be empty
+    chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1
     chunks.size[position], chunks.size[later] = cut, WIDTH - cut
     chunks.head[USED] += 1
 

@@ -1,8 +1,11 @@
-"""Asks the operating system for the pages of a memory-mapped file that a batch needs, before the batch is read.
+"""Asks the operating system for the pages of a memory-mapped file that a batch needs,
+before the batch is read.
 
-Without a request, reading a page that is not in memory waits for the disk and also loads about thirty neighbouring
-pages. Requests in file order load only the needed pages, in parallel. Before a request, at most 31 rows of the batch
-are checked; if these rows are in memory, nothing is requested. Pages are only requested on Linux with 4 KiB pages.
+Without a request, reading a page that is not in memory waits for the disk and also
+loads about thirty neighbouring pages. Requests in file order load only the needed
+pages, in parallel. Before a request, at most 31 rows of the batch are checked; if these
+rows are in memory, nothing is requested. Pages are only requested on Linux with 4 KiB
+pages.
 """
 
 from __future__ import annotations
@@ -23,8 +26,14 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the memory pages of ``rows[cells]``; return the sorted ``cells``, or None if nothing was requested."""
-    if not IS_KNOWN or len(cells) < _FEWEST or not len(rows) or backend_of(rows) != "numba":
+    """Request the memory pages of ``rows[cells]``; return the sorted ``cells``, or None
+    if nothing was requested."""
+    if (
+        not IS_KNOWN
+        or len(cells) < _FEWEST
+        or not len(rows)
+        or backend_of(rows) != "numba"
+    ):
         return None
     cells = cells.contiguous()
     base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
@@ -36,9 +45,14 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(names: Tensor, entries: Tensor, cells: Tensor) -> None:
-    """Request the memory pages of the entries whose ``names``, ``[N, n]`` int32, the sorted rows ``cells`` hold."""
-    known = np.unique(names[torch.from_numpy(_inside(cells, len(names)))]).astype(np.int64)
-    _ask(entries.data_ptr() + entries.shape[1] * (known[known > 0] - 1), entries.shape[1])
+    """Request the memory pages of the entries whose ``names``, ``[N, n]`` int32, the
+    sorted rows ``cells`` hold."""
+    known = np.unique(names[torch.from_numpy(_inside(cells, len(names)))]).astype(
+        np.int64
+    )
+    _ask(
+        entries.data_ptr() + entries.shape[1] * (known[known > 0] - 1), entries.shape[1]
+    )
 
 
 def _inside(cells: Tensor, live: int) -> np.ndarray:
@@ -46,16 +60,24 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Request the pages of the ``width`` bytes that begin at each address in ``first``; these addresses must ascend."""
+    """Request the pages of the ``width`` bytes that begin at each address in ``first``;
+    these addresses must ascend."""
     if not len(first):
         return
-    first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE
+    first, last = (
+        first // mmap.PAGESIZE * mmap.PAGESIZE,
+        -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE,
+    )
     gaps = np.flatnonzero(first[1:] > last[:-1])
-    for begin, end in zip(first[[0, *(gaps + 1)]].tolist(), last[[*gaps, -1]].tolist(), strict=True):
+    for begin, end in zip(
+        first[[0, *(gaps + 1)]].tolist(), last[[*gaps, -1]].tolist(), strict=True
+    ):
         advise(begin, end, mmap.MADV_WILLNEED)
 
 
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:
     """Raise an IndexError that names an element of ``rows`` outside ``[0, live)``."""
     low, high = int(rows.min()), int(rows.max())
-    raise IndexError(f"row {high if high >= live else low} was drawn, but only rows 0 to {live - 1} have been written")
+    raise IndexError(
+        f"row {high if high >= live else low} was drawn, but only rows 0 to {live - 1} have been written"
+    )

@@ -7,12 +7,15 @@ from rlbuf_td.kernels.compiled import kernel, load
 
 _PAGE = 4096
 _SAMPLED = 16  # about this number of rows of a batch are checked
-_mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))
+_mincore = types.ExternalFunction(
+    "mincore", types.int64(types.int64, types.int64, types.int64)
+)
 
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Whether one of about ``_SAMPLED`` rows in ``cells`` is not in memory and must be read from the disk."""
+    """Whether one of about ``_SAMPLED`` rows in ``cells`` is not in memory and must be
+    read from the disk."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -1,7 +1,8 @@
-"""The loops that read and write deduplicated observations; :mod:`rlbuf_td.kernels.rows.entries` explains them.
+"""The loops that read and write deduplicated observations;
+:mod:`rlbuf_td.kernels.rows.entries` explains them.
 
-``address`` is that of a :class:`Stored`. A *piece* is one frame of a stack, or a whole observation. Side 0 of a row is
-its observation, side 1 its next observation.
+``address`` is that of a :class:`Stored`. A *piece* is one frame of a stack, or a whole
+observation. Side 0 of a row is its observation, side 1 its next observation.
 """
 
 from typing import NamedTuple
@@ -25,8 +26,10 @@ from rlbuf_td.kernels.compiled import (
 )
 from rlbuf_td.kernels.rows.entries import Group, Part, Run, Stored
 
-_ROWS, _ENTRIES = 20, 8  # a row is prefetched 20 rows before its use, its entries 8 rows before
-_MOST_LINES = 4  # cache lines of an entry to prefetch: the hardware prefetches the following ones
+# a row is prefetched 20 rows before its use, its entries 8 rows before
+_ROWS, _ENTRIES = 20, 8
+# cache lines of an entry to prefetch: the hardware prefetches the following ones
+_MOST_LINES = 4
 _NONE = -1  # the newest row of a lane: it has none
 
 
@@ -56,7 +59,8 @@ def _expect_entries(stored, row):
 
 @inlined
 def _copy_entry(stored, group, name, place, targets, i):
-    """Copy the entry whose name is number ``place`` in a row to row ``i`` of a batch."""
+    """Copy the entry whose name is number ``place`` in a row to row ``i`` of a
+    batch."""
     at, side = _entry(group, name), np.int64(place >= group.pieces)
     piece = place - side * group.pieces
     for p in range(group.first_part, group.past_part):
@@ -66,16 +70,20 @@ def _copy_entry(stored, group, name, place, targets, i):
             continue
         target += (i * part.outer * group.pieces + piece) * part.inner
         for o in range(part.outer):
-            copy_bytes(target + o * part.pitch, at + part.into + o * part.inner, part.inner)
+            copy_bytes(
+                target + o * part.pitch, at + part.into + o * part.inner, part.inner
+            )
 
 
 @kernel
 def read(address, targets, cells, begin, end, live, whole):
-    """Copy rows with the flat indices at ``cells``, an address; return False if one of them is not in ``[0, live)``.
+    """Copy rows with the flat indices at ``cells``, an address; return False if one of
+    them is not in ``[0, live)``.
 
-    Of these indices and of the rows of the leaves, only the numbers ``begin`` to ``end - 1`` are read and written.
-    ``targets``, ``[leaves]`` int64, holds the addresses of the leaves; 0 skips a leaf. Keys that rows hold themselves
-    are read only if ``whole``.
+    Of these indices and of the rows of the leaves, only the numbers ``begin`` to
+    ``end - 1`` are read and written. ``targets``, ``[leaves]`` int64, holds the
+    addresses of the leaves; 0 skips a leaf. Keys that rows hold themselves are read
+    only if ``whole``.
     """
     stored = load_fields(address, 0, Stored)
     for begun in range(begin, end + _ROWS):
@@ -88,7 +96,10 @@ def read(address, targets, cells, begin, end, live, whole):
             prefetch(row + stored.row_bytes - 1)
         near, i = begun - _ROWS + _ENTRIES, begun - _ROWS
         if begin <= near < end:
-            _expect_entries(stored, stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes)
+            _expect_entries(
+                stored,
+                stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes,
+            )
         if i < begin:
             continue
         row = stored.rows + load(cells + 8 * i, np.int64) * stored.row_bytes
@@ -100,8 +111,11 @@ def read(address, targets, cells, begin, end, live, whole):
         for g in range(stored.group_count):
             group = load_fields(stored.groups, g, Group)
             for place in range(group.names):
-                # A row that has not been written has name 0. Reading entry 1 then avoids an invalid address.
-                name = max(load(row + group.names_at + 4 * place, np.int32), np.int32(1))
+                # A row that has not been written has name 0. Reading entry 1 then
+                # avoids an invalid address.
+                name = max(
+                    load(row + group.names_at + 4 * place, np.int32), np.int32(1)
+                )
                 _copy_entry(stored, group, name, place, targets, i)
     return True
 
@@ -123,12 +137,14 @@ def _following(group, chunk):
 
 @inlined
 def _enter_chunk(group, newest, oldest):
-    """Return the chunk after the one whose last entry is ``newest``; a new one if the next in the ring is live."""
+    """Return the chunk after the one whose last entry is ``newest``; a new one if the
+    next in the ring is live."""
     last = (newest - 1) >> group.bits
     after = _following(group, last) if newest else np.int64(-1)
     spare, used = load(group.counters, np.int64), load(group.counters + 8, np.int64)
     is_full = newest == 0 or (oldest != 0 and after == (oldest - 1) >> group.bits)
-    if not is_full or (spare == 0 and used == group.chunks):  # there are always enough chunks, except in forged states
+    # there are always enough chunks, except in forged states
+    if not is_full or (spare == 0 and used == group.chunks):
         return max(after, np.int64(0))
     if spare:
         chunk = spare - 1
@@ -156,16 +172,21 @@ def _append(group, ends):
 
 @kernel
 def link(address, head):
-    """Build the rings of all lanes from their live rows; ``head``, ``[2, E]`` int64, is that of :func:`write`.
+    """Build the rings of all lanes from their live rows; ``head``, ``[2, E]`` int64, is
+    that of :func:`write`.
 
-    All chunks without live entries become spare. The rings hold no information of their own: they are linked again
-    after a load, and after a write that did not end.
+    All chunks without live entries become spare. The rings hold no information of their
+    own: they are linked again after a load, and after a write that did not end.
     """
     stored = load_fields(address, 0, Stored)
     ring = carray(pointer(head), (2, stored.lanes), np.int64)
     for g in range(stored.group_count):
         group = load_fields(stored.groups, g, Group)
-        is_live, used, spare = np.zeros(group.chunks, np.bool_), np.int64(0), np.int64(-1)
+        is_live, used, spare = (
+            np.zeros(group.chunks, np.bool_),
+            np.int64(0),
+            np.int64(-1),
+        )
         for lane in range(stored.lanes):
             first = last = np.int64(-1)
             for serial in range(ring[0, lane], ring[1, lane]):
@@ -204,7 +225,8 @@ class Data(NamedTuple):
 
 @inlined
 def _given(group, data, part, side):
-    """Return the address of the values of a part in the observation of side ``side``."""
+    """Return the address of the values of a part in the observation of side
+    ``side``."""
     leaf = load(data.leaves + 8 * (part.next if side else part.root), np.int64)
     return leaf + data.row * part.inner * part.outer * group.pieces
 
@@ -216,7 +238,9 @@ def _is_entry(group, data, side, name, piece):
         part = load_fields(data.parts, p, Part)
         given = _given(group, data, part, side) + piece * part.inner
         for o in range(part.outer):
-            if not same_bytes(at + part.into + o * part.inner, given + o * part.pitch, part.inner):
+            if not same_bytes(
+                at + part.into + o * part.inner, given + o * part.pitch, part.inner
+            ):
                 return False
     return True
 
@@ -230,18 +254,25 @@ def _new_entry(group, data, side, piece, ends):
         part = load_fields(data.parts, p, Part)
         given = _given(group, data, part, side) + piece * part.inner
         for o in range(part.outer):
-            copy_bytes(at + part.into + o * part.inner, given + o * part.pitch, part.inner)
+            copy_bytes(
+                at + part.into + o * part.inner, given + o * part.pitch, part.inner
+            )
     return name
 
 
 @inlined
 def _share(group, data, side, row, others, common):
-    """Take the first ``common`` names of a side from address ``others`` if their bytes are equal; return whether."""
+    """Take the first ``common`` names of a side from address ``others`` if their bytes
+    are equal; return whether."""
     for piece in range(common - 1, -1, -1):  # the newest first: it differs soonest
         if not _is_entry(group, data, side, load(others + 4 * piece, np.int32), piece):
             return False
     for piece in range(common):
-        store(row + 4 * (side * group.pieces + piece), load(others + 4 * piece, np.int32), np.int32)
+        store(
+            row + 4 * (side * group.pieces + piece),
+            load(others + 4 * piece, np.int32),
+            np.int32,
+        )
     return True
 
 
@@ -257,10 +288,12 @@ def _fresh(group, data, side, row, ends):
 
 @inlined
 def _put(stored, group, data, row, ends):
-    """Store the observations of the next row of a lane; ``row`` is the address of its names."""
+    """Store the observations of the next row of a lane; ``row`` is the address of its
+    names."""
     newest, pieces = load(ends + _ROW, np.int64), group.pieces
     for side in range(group.sides):
-        # The first names may be those of the row before, whose next observation this is, or of the stack a step before.
+        # The first names may be those of the row before, whose next observation this
+        # is, or of the stack a step before.
         common = pieces if side == 0 and group.sides == 2 else pieces - 1
         others = row if side else _names_of(stored, group, max(newest, np.int64(0)))
         others += 4 * (group.sides * pieces - common if side == 0 else 1)
@@ -276,8 +309,12 @@ def _put(stored, group, data, row, ends):
 
 @inlined
 def _find_ends(stored, group, ends, lane, head, more):
-    """Look up the ends of a lane; ``more`` rows are written to it, and replace its oldest ones."""
-    steps, written = stored.total // stored.lanes, load(head + 8 * (stored.lanes + lane), np.int64)
+    """Look up the ends of a lane; ``more`` rows are written to it, and replace its
+    oldest ones."""
+    steps, written = (
+        stored.total // stored.lanes,
+        load(head + 8 * (stored.lanes + lane), np.int64),
+    )
     live = written - load(head + 8 * lane, np.int64)
     row = (written - 1) % steps * stored.lanes + lane if live else np.int64(_NONE)
     store(ends + _ROW, row, np.int64)
@@ -287,12 +324,17 @@ def _find_ends(stored, group, ends, lane, head, more):
     kept = min(live, steps - more)
     if kept > 0:
         oldest = (written - kept) % steps * stored.lanes + lane
-        store(ends + _OLDEST, np.int64(load(_names_of(stored, group, oldest), np.int32)), np.int64)
+        store(
+            ends + _OLDEST,
+            np.int64(load(_names_of(stored, group, oldest), np.int32)),
+            np.int64,
+        )
 
 
 @inlined
 def _expect_ends(group, ends):
-    """Prefetch the newest entry of a lane, and the one that follows unless the ring grows."""
+    """Prefetch the newest entry of a lane, and the one that follows unless the ring
+    grows."""
     at = load(ends + _NEWEST, np.int64)
     if at > 0:
         prefetch(_entry(group, at))
@@ -303,11 +345,14 @@ def _expect_ends(group, ends):
 
 @kernel
 def _write_group(stored, group, leaves, head, cells, count, more, ends):
-    """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and ``ends`` is memory for them."""
+    """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and
+    ``ends`` is memory for them."""
     ends_at = address_of(ends)
     for lane in range(stored.lanes):
         if more[lane]:
-            _find_ends(stored, group, ends_at + 8 * _ENDS * lane, lane, head, more[lane])
+            _find_ends(
+                stored, group, ends_at + 8 * _ENDS * lane, lane, head, more[lane]
+            )
     for i in range(count):
         if stored.lanes > _ENTRIES and i + _ENTRIES < count:
             soon = max(load(cells + 8 * (i + _ENTRIES), np.int64), np.int64(0))
@@ -315,21 +360,30 @@ def _write_group(stored, group, leaves, head, cells, count, more, ends):
         cell = load(cells + 8 * i, np.int64)
         if cell >= 0:
             at = ends_at + 8 * _ENDS * (cell % stored.lanes)
-            _put(stored, group, Data(leaves, stored.parts, np.int64(i)), _names_of(stored, group, cell), at)
+            _put(
+                stored,
+                group,
+                Data(leaves, stored.parts, np.int64(i)),
+                _names_of(stored, group, cell),
+                at,
+            )
             store(at + _ROW, cell, np.int64)
 
 
 @kernel
 def write(address, leaves, head, cells, count):
-    """Write the observations of ``count`` new rows to entries, and the names of these entries to the rows.
+    """Write the observations of ``count`` new rows to entries, and the names of these
+    entries to the rows.
 
     Args:
         address: that of a :class:`Stored`.
         leaves: address of the addresses of the leaves of whole rows, contiguous.
-        head: address of ``[2, E]`` int64: the serials of the oldest row of each lane, and of the row to write next,
-            before this write; the row with a serial is in time step ``serial % T``.
-        cells: address of flat indices, those of a lane in the order of their serials; rows with -1 are not stored. A
-            lane gets at most as many rows as it has steps.
+        head: address of ``[2, E]`` int64: the serials of the oldest row of each lane,
+            and of the row to write next, before this write; the row with a serial is in
+            time step ``serial % T``.
+        cells: address of flat indices, those of a lane in the order of their serials;
+            rows with -1 are not stored. A lane gets at most as many rows as it has
+            steps.
         count: the number of rows of the data.
     """
     stored = load_fields(address, 0, Stored)

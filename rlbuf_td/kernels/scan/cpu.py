@@ -1,10 +1,12 @@
-"""The loops of :mod:`rlbuf_td.kernels.scan`, over contiguous tensors, ``[lanes, steps, features]``, at addresses.
+"""The loops of :mod:`rlbuf_td.kernels.scan`, over contiguous tensors,
+``[lanes, steps, features]``, at addresses.
 
 ``dtype`` is np.float32 or np.float64; a loop is compiled for each.
 
-The steps of one lane must be computed one after another, but lanes are independent. With one feature, GAE therefore
-alternates between four lanes. With more features, the compiler vectorises over features. Unsigned indices avoid
-numba's check for negative indices.
+The steps of one lane must be computed one after another, but lanes are independent.
+With one feature, GAE therefore alternates between four lanes. With more features, the
+compiler vectorises over features. Unsigned indices avoid numba's check for negative
+indices.
 """
 
 from typing import NamedTuple
@@ -57,7 +59,12 @@ def _gae_lanes(gamma, decay, columns):
                 xj = advantage[j, step] + (zero if done[j, step] else decay * xj)
                 xk = advantage[k, step] + (zero if done[k, step] else decay * xk)
                 xm = advantage[m, step] + (zero if done[m, step] else decay * xm)
-                advantage[i, step], advantage[j, step], advantage[k, step], advantage[m, step] = xi, xj, xk, xm
+                (
+                    advantage[i, step],
+                    advantage[j, step],
+                    advantage[k, step],
+                    advantage[m, step],
+                ) = xi, xj, xk, xm
         else:
             for row in range(first, end):
                 i, x = np.uint64(row), zero
@@ -82,7 +89,9 @@ def _gae_rows(gamma, decay, columns):
                 ahead = zero if terminated[i, t, f] else gamma * next_value[i, t, f]
                 advantage[i, t, f] = reward[i, t, f] + ahead - value[i, t, f]
         for f in range(features):
-            target[i, steps - 1, f] = advantage[i, steps - 1, f] + value[i, steps - 1, f]
+            target[i, steps - 1, f] = (
+                advantage[i, steps - 1, f] + value[i, steps - 1, f]
+            )
         for t in range(steps - 2, -1, -1):
             for f in range(features):
                 later = zero if done[i, t, f] else decay * advantage[i, t + 1, f]
@@ -130,4 +139,6 @@ def scan(first, carry, found, lanes, steps, features, dtype):
         for t in range(steps - 2, -1, -1):
             for f in range(features):
                 ahead = b[i, t, f]
-                x[i, t, f] = a[i, t, f] + (zero if ahead == zero else ahead * x[i, t + 1, f])
+                x[i, t, f] = a[i, t, f] + (
+                    zero if ahead == zero else ahead * x[i, t + 1, f]
+                )

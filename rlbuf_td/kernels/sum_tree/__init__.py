@@ -1,21 +1,27 @@
-"""A sum tree over priorities, which draws rows with probabilities proportional to their weights.
+"""A sum tree over priorities, which draws rows with probabilities proportional to their
+weights.
 
-Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set),
-both float32. Sixteen weights form a block, eight blocks form a group, and eight groups form a group of the next level,
-up to the root. A group stores three float64 numbers for each of its eight members: the sum of the member's weights, the
-sum of all members *before* it, and the smallest positive weight in the member. The weights of a block, and the eight
-numbers of one kind of a group, fill a cache line, and a draw reads one cache line per level.
+Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight*
+``(magnitude + eps) ** alpha`` (0 if not set), both float32. Sixteen weights form a
+block, eight blocks form a group, and eight groups form a group of the next level, up to
+the root. A group stores three float64 numbers for each of its eight members: the sum of
+the member's weights, the sum of all members *before* it, and the smallest positive
+weight in the member. The weights of a block, and the eight numbers of one kind of a
+group, fill a cache line, and a draw reads one cache line per level.
 
-A weight is computed in float64, and rounded. Probabilities are exact for the rounded weights.
+A weight is computed in float64, and rounded. Probabilities are exact for the rounded
+weights.
 
-An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
-not accumulate. If the last members of a group have sum 0, their ``before`` is infinite. A draw therefore never returns
-a row of weight 0. :meth:`SumTree.check` says this of all nodes.
+An update *recomputes* a parent from its children, and never adjusts it by a difference.
+Rounding errors therefore do not accumulate. If the last members of a group have sum 0,
+their ``before`` is infinite. A draw therefore never returns a row of weight 0.
+:meth:`SumTree.check` says this of all nodes.
 
-Other devices have no nodes: they read a million weights in the time of a few kernel launches, so that a draw scans the
-weights of all rows, without host synchronisation.
+Other devices have no nodes: they read a million weights in the time of a few kernel
+launches, so that a draw scans the weights of all rows, without host synchronisation.
 
-Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
+Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs
+are for ``B`` rows out of ``N``.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ from rlbuf_td.kernels.strata import empty_draws, law_of, masses
 Number: TypeAlias = float | Tensor
 
 BLOCK, GROUP = 16, 8  # weights per block, and blocks or groups per group
-#: Bounds of weights, normal float32 numbers: no positive float32 priority gets the weight 0, and none an infinite one.
+#: Bounds of weights, normal float32 numbers: no positive float32 priority gets the
+# weight 0, and none an infinite one.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 #: Larger magnitudes count as this value, the largest float32.
 LARGEST_MAGNITUDE = torch.finfo(torch.float32).max
@@ -46,17 +53,23 @@ REFUSED = -2.0
 
 
 class SumTree:
-    """A sum tree for less than ``rows`` rows, a multiple of 16. Only trees for compiled loops have nodes.
+    """A sum tree for less than ``rows`` rows, a multiple of 16. Only trees for compiled
+    loops have nodes.
 
-    Its numbers lie in two blocks, because ``torch.compile`` takes no views of several dtypes of one block.
+    Its numbers lie in two blocks, because ``torch.compile`` takes no views of several
+    dtypes of one block.
 
     Attributes:
         magnitude: ``[rows]`` float32, ``|td_error|`` of each row, -1 if not set.
         weight: ``[rows]`` float32, 0 if not set.
-        sums: float64, the sums of all levels, from the blocks to the root; each level is padded to whole groups.
-        before: in the same layout, the sum of the members before each member of a group.
-        minima: in the same layout, the smallest positive weight below each node, infinite if there is none.
-        refused: the number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, which refuses such a batch.
+        sums: float64, the sums of all levels, from the blocks to the root; each level
+            is padded to whole groups.
+        before: in the same layout, the sum of the members before each member of a
+            group.
+        minima: in the same layout, the smallest positive weight below each node,
+            infinite if there is none.
+        refused: the number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU,
+            which refuses such a batch.
     """
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
@@ -80,7 +93,9 @@ class SumTree:
         rows, nodes = _sizes(capacity, uses_numba(torch.device(device)))
         with outside_inference_mode():
             leaves = torch.empty(2 * rows, dtype=torch.float32, device=device)
-            tree = cls(leaves, torch.empty(3 * nodes, dtype=torch.float64, device=device))
+            tree = cls(
+                leaves, torch.empty(3 * nodes, dtype=torch.float64, device=device)
+            )
         for block in (tree.leaves, tree.nodes):
             advise_huge_pages(block)
         tree.magnitude.fill_(-1.0)
@@ -96,12 +111,17 @@ class SumTree:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The index at which each level begins in ``sums``, ``before`` and ``minima``."""
+        """The index at which each level begins in ``sums``, ``before`` and
+        ``minima``."""
         return _starts(self.weight.shape[0])
 
     @property
     def total(self) -> Tensor:
-        return self.sums[self.starts[-1]] if self.has_nodes else self.weight.sum(dtype=torch.float64)
+        return (
+            self.sums[self.starts[-1]]
+            if self.has_nodes
+            else self.weight.sum(dtype=torch.float64)
+        )
 
     @property
     def smallest(self) -> Tensor:
@@ -114,17 +134,29 @@ class SumTree:
         return {name: getattr(self, name) for name in self.NAMES}
 
     def share_memory_(self) -> None:
-        self._adopt(self.leaves.clone().share_memory_(), self.nodes.clone().share_memory_())
+        self._adopt(
+            self.leaves.clone().share_memory_(), self.nodes.clone().share_memory_()
+        )
 
     @property
     def address(self) -> int:
-        """The address of a :data:`TREE` record, which is the same as long as the memory has not moved."""
+        """The address of a :data:`TREE` record, which is the same as long as the memory
+        has not moved."""
         leaves, nodes = self.leaves.data_ptr(), self.nodes.data_ptr()
         if self._record[0] != leaves or self._record[1] != nodes:
-            tensors = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
-            sizes = {"levels": len(self._starts), "rows": self.rows, "nodes": len(self.sums)}
-            record = record_of(TREE, **sizes, **tensors, starts=self._starts.ctypes.data)
-            self._record = leaves, nodes, record.ctypes.data, record  # at once: an interrupt may come
+            tensors = {
+                name: tensor.data_ptr() for name, tensor in self.tensors().items()
+            }
+            sizes = {
+                "levels": len(self._starts),
+                "rows": self.rows,
+                "nodes": len(self.sums),
+            }
+            record = record_of(
+                TREE, **sizes, **tensors, starts=self._starts.ctypes.data
+            )
+            # at once: an interrupt may come
+            self._record = leaves, nodes, record.ctypes.data, record
         return self._record[2]
 
     @property
@@ -138,48 +170,67 @@ class SumTree:
         return np.array(self.starts, np.int64)
 
     def set_nodes_(self) -> None:
-        """Recompute all nodes from the weights, in torch; the compiled form is ``cpu.repair_range``."""
+        """Recompute all nodes from the weights, in torch; the compiled form is
+        ``cpu.repair_range``."""
         weight = self.weight.view(-1, BLOCK)
         count = len(weight)
         self.sums[:count] = weight.sum(1, dtype=torch.float64)
         self.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
         for start, above in pairwise(self.starts):
-            sums, count = self.sums[start:above].view(-1, GROUP), (above - start) // GROUP
+            sums, count = (
+                self.sums[start:above].view(-1, GROUP),
+                (above - start) // GROUP,
+            )
             total = sums.cumsum(1)
-            is_followed = sums.flip(1).cumsum(1).flip(1) > 0  # by a positive sum, its own included
-            self.before[start:above].view(-1, GROUP)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
+            # by a positive sum, its own included
+            is_followed = sums.flip(1).cumsum(1).flip(1) > 0
+            self.before[start:above].view(-1, GROUP)[:, 1:] = torch.where(
+                is_followed[:, 1:], total[:, :-1], torch.inf
+            )
             self.sums[above : above + count] = total[:, -1]
-            self.minima[above : above + count] = self.minima[start:above].view(-1, GROUP).amin(1)
+            self.minima[above : above + count] = (
+                self.minima[start:above].view(-1, GROUP).amin(1)
+            )
 
     def check(self, alpha: float, eps: float) -> None:
-        """Raise an AssertionError unless the weights follow from the magnitudes, and the nodes from the weights."""
+        """Raise an AssertionError unless the weights follow from the magnitudes, and
+        the nodes from the weights."""
         expected = weight_of(self.magnitude, alpha, eps)
-        torch.testing.assert_close(self.weight, expected, rtol=2.0**-23, atol=0.0)  # powers may round otherwise
+        # powers may round otherwise
+        torch.testing.assert_close(self.weight, expected, rtol=2.0**-23, atol=0.0)
         if self.has_nodes:
             again = SumTree(self.leaves, self.nodes.clone())
             again.set_nodes_()
             for name in ("sums", "before", "minima"):
-                torch.testing.assert_close(getattr(again, name), getattr(self, name), rtol=1e-14, atol=0.0)
+                torch.testing.assert_close(
+                    getattr(again, name), getattr(self, name), rtol=1e-14, atol=0.0
+                )
 
     def __getstate__(self) -> dict[str, Tensor]:
-        return {"leaves": self.leaves, "nodes": self.nodes}  # without the addresses, which are invalid in a copy
+        # without the addresses, which are invalid in a copy
+        return {"leaves": self.leaves, "nodes": self.nodes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
 
-#: The numbers of levels, rows and nodes of a tree, and the addresses of its ``starts`` and of its tensors.
-TREE = np.dtype([(name, np.int64) for name in ("levels", "rows", "nodes", "starts", *SumTree.NAMES)])
+#: The numbers of levels, rows and nodes of a tree, and the addresses of its ``starts``
+# and of its tensors.
+TREE = np.dtype(
+    [(name, np.int64) for name in ("levels", "rows", "nodes", "starts", *SumTree.NAMES)]
+)
 
 
 def tree_bytes(capacity: int, device: torch.device) -> int:
-    """Return the memory of a tree for ``capacity`` rows: 10 bytes per row on the CPU, 8 on other devices."""
+    """Return the memory of a tree for ``capacity`` rows: 10 bytes per row on the CPU, 8
+    on other devices."""
     rows, nodes = _sizes(capacity, device.type == "cpu")
     return 8 * rows + 24 * nodes
 
 
 def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
-    rows = (capacity // BLOCK + 1) * BLOCK  # `write_magnitudes` needs an element behind all rows
+    # `write_magnitudes` needs an element behind all rows
+    rows = (capacity // BLOCK + 1) * BLOCK
     return rows, (_starts(rows)[-1] + GROUP) * has_nodes
 
 
@@ -192,56 +243,84 @@ def _starts(rows: int) -> list[int]:
 
 
 def magnitudes_of(td_error: Tensor) -> Tensor:
-    """Return ``|td_error|`` as float32, at most :data:`LARGEST_MAGNITUDE`; NaN and infinite TD errors stay."""
+    """Return ``|td_error|`` as float32, at most :data:`LARGEST_MAGNITUDE`; NaN and
+    infinite TD errors stay."""
     magnitude = td_error.abs()
     if td_error.dtype is torch.float32:
         return magnitude
-    bounded = torch.where(magnitude.isfinite(), magnitude.clamp(max=LARGEST_MAGNITUDE), magnitude)
+    bounded = torch.where(
+        magnitude.isfinite(), magnitude.clamp(max=LARGEST_MAGNITUDE), magnitude
+    )
     return bounded.to(torch.float32)
 
 
 def write_magnitudes(
     memory: Tensor, index: Tensor, td_error: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Set ``memory[index] = |td_error|`` for finite TD errors and ``0 <= index < rows``, the last one of equal indices.
+    """Set ``memory[index] = |td_error|`` for finite TD errors and
+    ``0 <= index < rows``, the last one of equal indices.
 
-    All others write -1 to the last element, which belongs to no row: no shape depends on data, and the host does not
-    wait. Return the written elements and their values, ``[B]`` each, the largest valid magnitude, -1 if there is none,
-    and the number of NaN or infinite TD errors at indices in ``[0, rows)``.
+    All others write -1 to the last element, which belongs to no row: no shape depends
+    on data, and the host does not wait. Return the written elements and their values,
+    ``[B]`` each, the largest valid magnitude, -1 if there is none, and the number of
+    NaN or infinite TD errors at indices in ``[0, rows)``.
     """
     magnitude = magnitudes_of(td_error)
     outside = (index < 0) | (index >= rows)
     invalid = outside | ~(magnitude < torch.inf)
-    magnitude, target = magnitude.masked_fill(invalid, -1.0), index.masked_fill(invalid, len(memory) - 1)
+    magnitude, target = (
+        magnitude.masked_fill(invalid, -1.0),
+        index.masked_fill(invalid, len(memory) - 1),
+    )
     ordered, order = target.sort(stable=True)
-    value = magnitude[order[torch.searchsorted(ordered, target, right=True) - 1]]  # equal for equal targets
+    # equal for equal targets
+    value = magnitude[order[torch.searchsorted(ordered, target, right=True) - 1]]
     memory[target] = value
     return target, value, magnitude.max(), (invalid != outside).sum()
 
 
 def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
-    """Return the weights of magnitudes, float32: 0 for those below 0; no other priority than 0 has the weight 0."""
+    """Return the weights of magnitudes, float32: 0 for those below 0; no other priority
+    than 0 has the weight 0."""
     priority = magnitude.to(torch.float64) + eps
     weight = priority.pow(alpha)
     weight = torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
     return weight.masked_fill(magnitude < 0, 0.0).to(torch.float32)
 
 
-def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> float | Tensor:
-    """Set the weights of the rows with the indices ``index`` to ``(|td_error| + eps) ** alpha``. O(B log N).
+def update_(
+    tree: SumTree,
+    index: Tensor,
+    td_error: Tensor,
+    rows: Number,
+    alpha: Number,
+    eps: Number,
+) -> float | Tensor:
+    """Set the weights of the rows with the indices ``index`` to
+    ``(|td_error| + eps) ** alpha``. O(B log N).
 
-    An index of -1 is skipped, and a repeated row gets its last TD error. An index outside ``[-1, rows)`` or a NaN or
-    infinite TD error is invalid: on the CPU, nothing changes and :data:`REFUSED` is returned; other devices skip it.
+    An index of -1 is skipped, and a repeated row gets its last TD error. An index
+    outside ``[-1, rows)`` or a NaN or infinite TD error is invalid: on the CPU, nothing
+    changes and :data:`REFUSED` is returned; other devices skip it.
 
-    The result is the largest ``|td_error|`` of the batch, -1 if all elements are skipped; on other devices than the CPU
-    it is a 0-dim tensor.
+    The result is the largest ``|td_error|`` of the batch, -1 if all elements are
+    skipped; on other devices than the CPU it is a 0-dim tensor.
     """
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
         magnitude = magnitudes_of(td_error).numpy()
-        return cpu.update(tree.addresses, index.numpy(), magnitude, int(rows), float(alpha), float(eps))
-    target, magnitude, largest, refused = write_magnitudes(tree.magnitude, index, td_error, rows)
+        return cpu.update(
+            tree.addresses,
+            index.numpy(),
+            magnitude,
+            int(rows),
+            float(alpha),
+            float(eps),
+        )
+    target, magnitude, largest, refused = write_magnitudes(
+        tree.magnitude, index, td_error, rows
+    )
     tree.weight[target] = weight_of(magnitude, alpha, eps)
     tree.refused.add_(refused)
     rebuild_(tree)
@@ -259,60 +338,94 @@ def rebuild_(tree: SumTree) -> None:
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
-    """Recompute all weights from the magnitudes, after a change of ``alpha`` or ``eps``. O(N)."""
+    """Recompute all weights from the magnitudes, after a change of ``alpha`` or
+    ``eps``. O(N)."""
     tree.weight.copy_(weight_of(tree.magnitude, alpha, eps))
     rebuild_(tree)
 
 
 def draw(
-    tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
+    tree: SumTree,
+    uniform: Tensor,
+    stratified: bool,
+    rows: Number,
+    beta: Number,
+    norm: str | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Draw rows with probability ``weight / total``, and compute their importance weights.
+    """Draw rows with probability ``weight / total``, and compute their importance
+    weights.
 
     Costs O(B log N) on the CPU; other devices scan all N weights.
 
     Args:
         tree: the sum tree.
         uniform: ``[B]`` float64 in ``[0, 1)``; the call may overwrite this tensor.
-        stratified: divide the sum of all weights into ``B`` equal segments, and draw one row in each.
-        rows: the number ``N`` in the importance weight ``(N * P)^-beta`` of a row drawn with probability ``P``.
+        stratified: divide the sum of all weights into ``B`` equal segments, and draw
+            one row in each.
+        rows: the number ``N`` in the importance weight ``(N * P)^-beta`` of a row drawn
+            with probability ``P``.
         beta: exponent of the importance weight, not negative.
-        norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest one in the buffer or in the
-            batch; None: do not divide them.
+        norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest
+            one in the buffer or in the batch; None: do not divide them.
 
     Returns:
-        ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
+        ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None``
+        if no weight is positive.
     """
     if backend_of(tree.weight) == "numba":
         batch = uniform.shape[0]
         index, weight = empty_draws(batch)
         places = tree.address, uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
-        has_rows = loop("sum_tree.cpu", "draw")(*places, batch, law_of(batch, stratified, beta, norm), int(rows))
+        has_rows = loop("sum_tree.cpu", "draw")(
+            *places, batch, law_of(batch, stratified, beta, norm), int(rows)
+        )
         return (index, weight) if has_rows else None
     sums = tree.weight.cumsum(0, dtype=torch.float64)
     total = sums[-1]
-    index = torch.searchsorted(sums, masses(uniform, total, stratified), right=True).clamp(max=len(tree.weight) - 1)
-    # A scan on many cores rounds differently from row to row. A draw that rounding leads to a row of weight 0, or
-    # beyond the last row, takes the row with the largest weight instead.
+    index = torch.searchsorted(
+        sums, masses(uniform, total, stratified), right=True
+    ).clamp(max=len(tree.weight) - 1)
+    # A scan on many cores rounds differently from row to row. A draw that rounding
+    # leads to a row of weight 0, or beyond the last row, takes the row with the largest
+    # weight instead.
     chosen, (largest, its_row) = tree.weight[index], tree.weight.max(0)
     is_valid = chosen > 0
-    index, chosen = torch.where(is_valid, index, its_row), torch.where(is_valid, chosen, largest).to(torch.float64)
-    smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
+    index, chosen = (
+        torch.where(is_valid, index, its_row),
+        torch.where(is_valid, chosen, largest).to(torch.float64),
+    )
+    smallest = (
+        tree.smallest
+        if norm == "buffer"
+        else chosen.amin()
+        if norm == "batch"
+        else total / rows
+    )
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
 
 
-def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """Set ``weight[:len(index)]`` to the importance weights of the rows in ``index``, and return True.
+def weigh_beside_(
+    tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor
+) -> bool:
+    """Set ``weight[:len(index)]`` to the importance weights of the rows in ``index``,
+    and return True.
 
-    Return False, and change nothing, except on the CPU for contiguous float32 weights: those of a user's sampler may be
-    others.
+    Return False, and change nothing, except on the CPU for contiguous float32 weights:
+    those of a user's sampler may be others.
 
-    Before the call, ``weight[0]`` must hold the importance weight of the one row in ``drawn`` (shape ``[1]``). Rows
-    whose weight in the tree is 0 get this importance weight, too.
+    Before the call, ``weight[0]`` must hold the importance weight of the one row in
+    ``drawn`` (shape ``[1]``). Rows whose weight in the tree is 0 get this importance
+    weight, too.
     """
-    if backend_of(tree.weight) != "numba" or weight.dtype is not torch.float32 or not weight.is_contiguous():
+    if (
+        backend_of(tree.weight) != "numba"
+        or weight.dtype is not torch.float32
+        or not weight.is_contiguous()
+    ):
         return False
     index = index.contiguous()
     places = index.data_ptr(), drawn.data_ptr(), weight.data_ptr()
-    loop("sum_tree.cpu", "weigh_beside")(tree.address, *places, index.shape[0], weight.shape[0], float(beta))
+    loop("sum_tree.cpu", "weigh_beside")(
+        tree.address, *places, index.shape[0], weight.shape[0], float(beta)
+    )
     return True

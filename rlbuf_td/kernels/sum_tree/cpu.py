@@ -1,7 +1,8 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; their argument ``tree`` is ``SumTree.addresses``.
+"""The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; their argument ``tree`` is
+``SumTree.addresses``.
 
-Outer loops go over levels and inner loops over the batch, so that the cache misses of a level overlap. Unsigned indices
-avoid numba's check for negative indices.
+Outer loops go over levels and inner loops over the batch, so that the cache misses of a
+level overlap. Unsigned indices avoid numba's check for negative indices.
 """
 
 from typing import NamedTuple
@@ -9,9 +10,23 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import address_of, count_sums, inlined, kernel, pointer, prefetch, touch
+from rlbuf_td.kernels.compiled import (
+    address_of,
+    count_sums,
+    inlined,
+    kernel,
+    pointer,
+    prefetch,
+    touch,
+)
 from rlbuf_td.kernels.draws.cpu import acceptable, masses
-from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, DrawLaw
+from rlbuf_td.kernels.strata import (
+    BY_BATCH,
+    BY_BUFFER,
+    LEAST_RATIO,
+    MOST_RATIO,
+    DrawLaw,
+)
 from rlbuf_td.kernels.sum_tree import BLOCK, GROUP, LARGEST, REFUSED, SMALLEST, TREE
 
 _ONE, _NONE = np.uint64(1), np.float32(np.inf)
@@ -50,7 +65,8 @@ def _weight(magnitude, alpha, eps):
 
 @inlined
 def _set_block(weight, sums, minima, block):
-    """Recompute the sum and the minimum of one block of weights; return whether the minimum changed."""
+    """Recompute the sum and the minimum of one block of weights; return whether the
+    minimum changed."""
     row, total, smallest = block << _ROWS, 0.0, _NONE
     for k in range(BLOCK):
         w = weight[row + uint64(k)]
@@ -64,7 +80,8 @@ def _set_block(weight, sums, minima, block):
 
 @inlined
 def _set_group(sums, before, first, above):
-    """Recompute the cumulative sums ``before`` of the group at node ``first``, and its total, ``sums[above]``."""
+    """Recompute the cumulative sums ``before`` of the group at node ``first``, and its
+    total, ``sums[above]``."""
     total = 0.0
     for k in range(GROUP):
         before[first + uint64(k)] = total
@@ -86,7 +103,8 @@ def _smallest_of(minima, first):
 
 @inlined
 def _raise_minimum(starts, minima, node):
-    """Recompute the minima of the nodes above block ``node``; stop at the first minimum that does not change."""
+    """Recompute the minima of the nodes above block ``node``; stop at the first minimum
+    that does not change."""
     for level in range(starts.shape[0] - 1):
         node >>= _SHIFT
         smallest = _smallest_of(minima, starts[level] + (node << _SHIFT))
@@ -98,13 +116,16 @@ def _raise_minimum(starts, minima, node):
 
 @kernel
 def update(tree, index, size, rows, alpha, eps):
-    """Implement :func:`rlbuf_td.kernels.sum_tree.update_` for the magnitudes ``size``, float32."""
+    """Implement :func:`rlbuf_td.kernels.sum_tree.update_` for the magnitudes ``size``,
+    float32."""
     if not acceptable(index, size, rows):
         return REFUSED
     at, (starts, magnitude, weight, sums, before, minima) = tree[0], _arrays(tree)
-    second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])  # where the second level begins, in bytes
+    # where the second level begins, in bytes
+    second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])
     for j in range(index.shape[0]):
-        if index[j] >= 0:  # in a separate loop, so that the cache misses of all rows overlap
+        # in a separate loop, so that the cache misses of all rows overlap
+        if index[j] >= 0:
             for rows_at in (at.magnitude, at.weight):
                 touch(rows_at + 4 * index[j])
             for nodes in (at.sums, at.before, at.minima):
@@ -131,12 +152,19 @@ def update(tree, index, size, rows, alpha, eps):
 
 @inlined
 def _sum_upwards(starts, sums, before, node, count):
-    """Recompute the sums of all nodes above the blocks ``node[:count]``; ``node`` is overwritten."""
+    """Recompute the sums of all nodes above the blocks ``node[:count]``; ``node`` is
+    overwritten."""
     for level in range(starts.shape[0] - 1):
         start, above = starts[level], starts[level + 1]
-        if (above - start) >> _SHIFT <= uint64(count):  # no more groups than blocks: recompute all groups
+        # no more groups than blocks: recompute all groups
+        if (above - start) >> _SHIFT <= uint64(count):
             for group in range((above - start) >> _SHIFT):
-                _set_group(sums, before, start + (uint64(group) << _SHIFT), above + uint64(group))
+                _set_group(
+                    sums,
+                    before,
+                    start + (uint64(group) << _SHIFT),
+                    above + uint64(group),
+                )
             continue
         for j in range(count):
             node[j] >>= _SHIFT
@@ -153,7 +181,8 @@ def fill(tree, start, count, value, alpha, eps):
 
 @kernel
 def repair_range(tree, start, count):
-    """Recompute the blocks that hold the ``count`` rows from row ``start`` on, and all nodes above these blocks."""
+    """Recompute the blocks that hold the ``count`` rows from row ``start`` on, and all
+    nodes above these blocks."""
     first, last = uint64(start) >> _ROWS, uint64(start + count - 1) >> _ROWS
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
@@ -161,7 +190,10 @@ def repair_range(tree, start, count):
     for level in range(starts.shape[0] - 1):
         first, last = first >> _SHIFT, last >> _SHIFT
         for group in range(first, last + _ONE):
-            members, above = starts[level] + (uint64(group) << _SHIFT), starts[level + 1] + uint64(group)
+            members, above = (
+                starts[level] + (uint64(group) << _SHIFT),
+                starts[level + 1] + uint64(group),
+            )
             _set_group(sums, before, members, above)
             minima[above] = _smallest_of(minima, members)
 
@@ -185,11 +217,16 @@ def _descend(arrays, mass, node):
 
 @inlined
 def _draw_in_blocks(weight, mass, node):
-    """Replace each block in ``node`` by the first of its rows at which the cumulative weight exceeds ``mass``."""
+    """Replace each block in ``node`` by the first of its rows at which the cumulative
+    weight exceeds ``mass``."""
     for j in range(node.shape[0]):
         first = node[j] << _ROWS
-        row = first + min(count_sums(address_of(weight) + 4 * np.int64(first), mass[j]), uint64(BLOCK - 1))
-        while row > first and not weight[row] > 0.0:  # rounding may lead past the last positive weight of the block
+        row = first + min(
+            count_sums(address_of(weight) + 4 * np.int64(first), mass[j]),
+            uint64(BLOCK - 1),
+        )
+        # rounding may lead past the last positive weight of the block
+        while row > first and not weight[row] > 0.0:
             row -= _ONE
         node[j] = row
 
@@ -198,7 +235,10 @@ def _draw_in_blocks(weight, mass, node):
 def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
     """Implement :func:`rlbuf_td.kernels.sum_tree.draw` for memory at addresses."""
     arrays = _arrays(carray(pointer(tree), 1, TREE))
-    mass, node = carray(pointer(uniform), batch, np.float64), carray(pointer(rows_at), batch, np.uint64)
+    mass, node = (
+        carray(pointer(uniform), batch, np.float64),
+        carray(pointer(rows_at), batch, np.uint64),
+    )
     root = arrays.starts[arrays.starts.shape[0] - 1]
     total = arrays.sums[root]
     if not total > 0.0:
@@ -213,11 +253,15 @@ def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
         smallest = np.inf
         for j in range(batch):
             smallest = min(smallest, arrays.weight[node[j]])
-    importance, exponent = carray(pointer(importance_at), batch, np.float32), np.float32(-law.beta)
+    importance, exponent = (
+        carray(pointer(importance_at), batch, np.float32),
+        np.float32(-law.beta),
+    )
     for j in range(batch):
         ratio = arrays.weight[node[j]] / smallest
         if 1e-37 < ratio < 1e37:
-            importance[j] = np.float32(ratio) ** exponent  # half the time of a float64 power
+            # half the time of a float64 power
+            importance[j] = np.float32(ratio) ** exponent
         else:
             importance[j] = ratio**-law.beta
     return True
@@ -225,11 +269,19 @@ def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
 
 @kernel
 def weigh_beside(tree, rows, drawn, importance_at, count, size, beta: float):
-    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; all but the counts and ``beta`` are addresses."""
+    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; all but the counts and
+    ``beta`` are addresses."""
     weight = _arrays(carray(pointer(tree), 1, TREE)).weight
-    index, first = carray(pointer(rows), count, np.int64), carray(pointer(drawn), 1, np.int64)[0]
+    index, first = (
+        carray(pointer(rows), count, np.int64),
+        carray(pointer(drawn), 1, np.int64)[0],
+    )
     importance = carray(pointer(importance_at), size, np.float32)
     scale = importance[0]
     for j in range(count):
-        ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0
+        ratio = (
+            max(weight[index[j]] / weight[first], LEAST_RATIO)
+            if weight[index[j]] > 0.0
+            else 1.0
+        )
         importance[j] = scale * np.float32(min(ratio**-beta, MOST_RATIO))

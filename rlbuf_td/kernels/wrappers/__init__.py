@@ -1,4 +1,5 @@
-"""What wrappers do to batches, in torch operations: hindsight goals, n-step returns, and TD errors of windows.
+"""What wrappers do to batches, in torch operations: hindsight goals, n-step returns,
+and TD errors of windows.
 
 The results equal those of the loops, bit for bit.
 """
@@ -21,30 +22,45 @@ STRATEGIES = ("future", "final", "episode", "random")
 
 
 class Law(NamedTuple):
-    """The distribution of hindsight goals: a random number selects the strategy with the first threshold above it."""
+    """The distribution of hindsight goals: a random number selects the strategy with
+    the first threshold above it."""
 
-    thresholds: tuple[float, ...]  # ascending, one per strategy; above the last one, a row keeps its goal
-    only_finished: bool  # relabel no rows of unfinished trajectories, except by ``random``
-    log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
+    # ascending, one per strategy; above the last one, a row keeps its goal
+    thresholds: tuple[float, ...]
+    # relabel no rows of unfinished trajectories, except by ``random``
+    only_finished: bool
+    # ``future`` takes the row k steps ahead with probability proportional to exp(k
+    # log_gamma)
+    log_gamma: float
 
 
 def choose_goals(spans: Spans, uniform: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-    """Return how many steps after each row the one that provides its new goal is, and a mask of the rows that get one.
+    """Return how many steps after each row the one that provides its new goal is, and a
+    mask of the rows that get one.
 
     The steps are 0 for rows that keep their goal, or get that of a ``random`` row.
     """
     back, ahead, ended, _ = spans
     strategy, where = torch.full_like(back, len(STRATEGIES)), torch.zeros_like(uniform)
-    for number, (begin, end) in reversed([*enumerate(pairwise((0.0, *law.thresholds)))]):
+    for number, (begin, end) in reversed(
+        [*enumerate(pairwise((0.0, *law.thresholds)))]
+    ):
         if begin < end:
             inside = uniform < end
             strategy = torch.where(inside, number, strategy)
             where = torch.where(inside, (uniform - begin) / (end - begin), where)
     soon = where * (ahead + 1)
     if law.log_gamma < 0:
-        soon = torch.log1p(where * torch.expm1((ahead + 1) * law.log_gamma)) / law.log_gamma
+        soon = (
+            torch.log1p(where * torch.expm1((ahead + 1) * law.log_gamma))
+            / law.log_gamma
+        )
     around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
-    steps = torch.where(strategy == 0, soon.long().clamp(max=ahead), torch.where(strategy == 1, ahead, around))
+    steps = torch.where(
+        strategy == 0,
+        soon.long().clamp(max=ahead),
+        torch.where(strategy == 1, ahead, around),
+    )
     mask = strategy < len(STRATEGIES)
     if law.only_finished:
         mask &= ended | (strategy == 3)
@@ -57,7 +73,8 @@ def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
     Sum ``i`` has at most ``1 + ahead[i]`` rewards.
     """
     steps = reward.shape[1]
-    # Multiplied and added in the same order as in the compiled loop (``cpu.put_sum``): the results are equal.
+    # Multiplied and added in the same order as in the compiled loop (``cpu.put_sum``):
+    # the results are equal.
     powers = to_device(np.cumprod([1.0, *[gamma] * (steps - 1)]), reward.device)
     beyond = torch.arange(steps, device=reward.device) > ahead[:, None]
     as_rewards = 1, steps, *[1] * (reward.ndim - 2)
@@ -67,43 +84,71 @@ def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
 
 
 class Windows(NamedTuple):
-    """Which TD errors of the windows in a batch set the priorities of the windows' anchors."""
+    """Which TD errors of the windows in a batch set the priorities of the windows'
+    anchors."""
 
-    mask: Tensor  # ``[B * L]`` or ``[B, L]`` bool, as the next one: a row counts if it is True
+    # ``[B * L]`` or ``[B, L]`` bool, as the next one: a row counts if it is True
+    mask: Tensor
     burn_in_mask: Tensor  # and this one False
     length: int  # L
     eta: float  # the weight of the largest magnitude
 
     def reduced(self, anchors: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the anchor of each window, and ``eta * max + (1 - eta) * mean`` of its magnitudes in their dtype.
+        """Return the anchor of each window, and ``eta * max + (1 - eta) * mean`` of its
+        magnitudes in their dtype.
 
-        ``anchors`` has that of each row of a batch. A window without rows that count has the magnitude 0.
+        ``anchors`` has that of each row of a batch. A window without rows that count
+        has the magnitude 0.
         """
         for each in (anchors, td_error, self.mask, self.burn_in_mask):
             if backend_of(each) == "numba":
                 address_of(each)  # refuses a tensor without memory
-        anchors = anchors.reshape(-1, *anchors.shape[self.mask.ndim :])[:: self.length].contiguous()
+        anchors = anchors.reshape(-1, *anchors.shape[self.mask.ndim :])[
+            :: self.length
+        ].contiguous()
         learned = (self.mask & ~self.burn_in_mask).reshape(-1, self.length)
         magnitude = torch.where(learned, td_error.reshape(-1, self.length).abs(), 0)
         largest = magnitude.amax(1)
         if self.eta == 1.0:
             return anchors, largest
-        total = magnitude.to(torch.float64).cumsum(1)[:, -1]  # added in the order of the loop: the results are equal
-        mixed = self.eta * largest.to(torch.float64) + (1 - self.eta) * (total / learned.sum(1).clamp(min=1))
-        return anchors, mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
+        # added in the order of the loop: the results are equal
+        total = magnitude.to(torch.float64).cumsum(1)[:, -1]
+        mixed = self.eta * largest.to(torch.float64) + (1 - self.eta) * (
+            total / learned.sum(1).clamp(min=1)
+        )
+        return anchors, mixed.to(
+            td_error.dtype
+        ) if td_error.is_floating_point() else mixed
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return the first such ``i`` with a NaN, or -1.
+    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return the first
+    such ``i`` with a NaN, or -1.
 
-    On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask`` must be contiguous.
+    On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask``
+    must be contiguous.
     """
-    dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
-    if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
-        values = values.resolve_neg()  # the memory of a lazily negated tensor has the opposite sign
+    dtype, rows, is_on_host = (
+        target.dtype,
+        target.shape[0],
+        backend_of(target) == "numba",
+    )
+    if (
+        (dtype is torch.float32 or dtype is torch.float64)
+        and target.numel() == rows
+        and is_on_host
+    ):
+        # the memory of a lazily negated tensor has the opposite sign
+        values = values.resolve_neg()
         width = dtype.itemsize
-        places = [number for each in (target, values) for number in (address_of(each), each.stride(0) * width)]
-        return loop("wrappers.cpu", "put_values")(*places, width, rows, address_of(mask))
+        places = [
+            number
+            for each in (target, values)
+            for number in (address_of(each), each.stride(0) * width)
+        ]
+        return loop("wrappers.cpu", "put_values")(
+            *places, width, rows, address_of(mask)
+        )
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()

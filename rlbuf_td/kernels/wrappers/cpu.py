@@ -1,15 +1,18 @@
 """The loops of wrappers: hindsight goals, n-step transitions and windows.
 
 Args:
-    episodes: address of a record with the dtype :data:`rlbuf_td.kernels.episodes.EPISODES`.
-    address: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.BATCH`.
+    episodes: address of a record with the dtype
+        :data:`rlbuf_td.kernels.episodes.EPISODES`.
+    address: address of a record with the dtype
+        :data:`rlbuf_td.kernels.batch.ring.BATCH`.
     flat: address of the flat indices of the rows of a batch.
-    targets: address of an array with the addresses of the output tensors: the leaves, what ``put_report`` writes, and
-        the entries of the wrappers.
+    targets: address of an array with the addresses of the output tensors: the leaves,
+        what ``put_report`` writes, and the entries of the wrappers.
     steps: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.STEPS`.
-    windows: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.WINDOWS`.
-    live: number of rows that hold data. A function that takes it returns False, and writes nothing, if a row is not in
-        ``[0, live)``.
+    windows: address of a record with the dtype
+        :data:`rlbuf_td.kernels.batch.ring.WINDOWS`.
+    live: number of rows that hold data. A function that takes it returns False, and
+        writes nothing, if a row is not in ``[0, live)``.
 """
 
 from typing import NamedTuple
@@ -19,7 +22,16 @@ from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import are_written, batch_at, put_report
 from rlbuf_td.kernels.batch.ring import REWARD, ROOT, STEPS, WINDOWS
-from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, prefetch, prefetch_row, store
+from rlbuf_td.kernels.compiled import (
+    copy_few,
+    inlined,
+    kernel,
+    load,
+    pointer,
+    prefetch,
+    prefetch_row,
+    store,
+)
 from rlbuf_td.kernels.episodes.cpu import (
     cell_of,
     expect,
@@ -32,7 +44,8 @@ from rlbuf_td.kernels.episodes.cpu import (
     steps_back,
 )
 
-_SOON, _AHEAD = 16, 9  # how many rows ahead the numbers of a row, and its data, are prefetched
+# how many rows ahead the numbers of a row, and its data, are prefetched
+_SOON, _AHEAD = 16, 9
 
 
 class Rewards(NamedTuple):
@@ -45,21 +58,31 @@ class Rewards(NamedTuple):
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Map ``share`` in ``[0, 1)`` to ``k`` in ``0 .. ahead``, with probability proportional to ``exp(k log_gamma)``."""
+    """Map ``share`` in ``[0, 1)`` to ``k`` in ``0 .. ahead``, with probability
+    proportional to ``exp(k log_gamma)``."""
     if log_gamma < 0:
-        return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
+        return min(
+            np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma),
+            ahead,
+        )
     return min(np.int64(share * (ahead + 1)), ahead)
 
 
 @inlined
 def choose(of, law, live, cell, pick):
-    """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random.
+    """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its
+    goal; ``pick`` is random.
 
-    ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Of the strategy "random", return the number of the row.
+    ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Of the strategy "random",
+    return the number of the row.
     """
     future, final, episode, random = law.thresholds
     if pick >= episode:
-        return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
+        return (
+            min(np.int64((pick - episode) / (random - episode) * live), live - 1)
+            if pick < random
+            else np.int64(-1)
+        )
     steps, lanes = of.steps, of.lanes
     t, lane = split(cell, lanes)
     if law.only_finished and not has_ended(of, lane, t):
@@ -71,14 +94,24 @@ def choose(of, law, live, cell, pick):
         t += ahead
     else:
         back = steps_back(of, lane, t)
-        t += min(np.int64((pick - final) / (episode - final) * (back + ahead + 1)), back + ahead) - back
+        t += (
+            min(
+                np.int64((pick - final) / (episode - final) * (back + ahead + 1)),
+                back + ahead,
+            )
+            - back
+        )
     return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
 
 
 @inlined
 def _reward_at(rewards, cell):
     address = rewards.address + cell * rewards.row_bytes
-    return load(address, np.float64) if rewards.is_double else np.float64(load(address, np.float32))
+    return (
+        load(address, np.float64)
+        if rewards.is_double
+        else np.float64(load(address, np.float32))
+    )
 
 
 @inlined
@@ -90,7 +123,8 @@ def following(of, cell):
 
 @inlined
 def walk(of, cell, n):
-    """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return the count and the last row."""
+    """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return
+    the count and the last row."""
     t, lane = split(cell, of.lanes)
     count = min(steps_ahead(of, lane, t) + 1, n)
     t += count - 1
@@ -99,8 +133,10 @@ def walk(of, cell, n):
 
 @inlined
 def put_sum(target, rewards, cell, step, cells, count, gamma):
-    """Write the discounted sum of ``count`` rewards, of every ``step``-th of the ``cells`` of a ring, to ``target``."""
-    total, discount = 0.0 + _reward_at(rewards, cell), 1.0  # as with torch's ``cumsum``, -0.0 becomes 0.0
+    """Write the discounted sum of ``count`` rewards, of every ``step``-th of the
+    ``cells`` of a ring, to ``target``."""
+    # as with torch's ``cumsum``, -0.0 becomes 0.0
+    total, discount = 0.0 + _reward_at(rewards, cell), 1.0
     for _ in range(1, count):
         cell = cell + step if cell + step < cells else cell + step - cells
         discount *= gamma
@@ -114,12 +150,19 @@ def put_sum(target, rewards, cell, step, cells, count, gamma):
 @kernel
 def n_step(episodes, address, flat, targets, steps, live):
     """Gather n-step transitions."""
-    of, batch, joined = numbers_at(episodes), batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    of, batch, joined = (
+        numbers_at(episodes),
+        batch_at(address),
+        carray(pointer(steps), 1, STEPS)[0],
+    )
     taken, n, gamma = joined.taken, joined.n, joined.gamma
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
     out = carray(pointer(targets), batch.leaves, np.int64)
-    first, end = carray(pointer(flat), count, np.int64), carray(pointer(joined.ends), count, np.int64)
+    first, end = (
+        carray(pointer(flat), count, np.int64),
+        carray(pointer(joined.ends), count, np.int64),
+    )
     if not are_written(first, live):
         return False
     for begun in range(count + _AHEAD):
@@ -137,26 +180,48 @@ def n_step(episodes, address, flat, targets, steps, live):
             continue
         cell, length = first[i], load(taken + 8 * i, np.int64)
         for leaf in range(batch.leaves):
-            offset, width, kind, size = leaves[leaf, 0], leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
+            offset, width, kind, size = (
+                leaves[leaf, 0],
+                leaves[leaf, 1],
+                leaves[leaf, 2],
+                leaves[leaf, 3],
+            )
             target = out[leaf] + i * width
             if kind != REWARD:
-                copy_few(target, rows + (cell if kind == ROOT else end[i]) * row_bytes + offset, width)
+                copy_few(
+                    target,
+                    rows + (cell if kind == ROOT else end[i]) * row_bytes + offset,
+                    width,
+                )
                 continue
             for part in range(0, width, size):
                 rewards = Rewards(rows + offset + part, row_bytes, size == 8)
-                put_sum(target + part, rewards, cell, of.lanes, of.steps * of.lanes, length, gamma)
+                put_sum(
+                    target + part,
+                    rewards,
+                    cell,
+                    of.lanes,
+                    of.steps * of.lanes,
+                    length,
+                    gamma,
+                )
     put_report(batch, first, targets, 0, len(first))
     return True
 
 
 @kernel
 def list_steps(episodes, address, flat, listed, targets, steps, live):
-    """Write the rows of the ``STEPS.n`` steps from each row on to address ``listed``, and their number in a trajectory.
+    """Write the rows of the ``STEPS.n`` steps from each row on to address ``listed``,
+    and their number in a trajectory.
 
-    After the end of the trajectory, its last row is repeated; the numbers, which do not count these rows, are written
-    to ``STEPS.taken``.
+    After the end of the trajectory, its last row is repeated; the numbers, which do not
+    count these rows, are written to ``STEPS.taken``.
     """
-    of, batch, joined = numbers_at(episodes), batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    of, batch, joined = (
+        numbers_at(episodes),
+        batch_at(address),
+        carray(pointer(steps), 1, STEPS)[0],
+    )
     n, first = joined.n, carray(pointer(flat), batch.count, np.int64)
     if not are_written(first, live):
         return False
@@ -169,19 +234,25 @@ def list_steps(episodes, address, flat, listed, targets, steps, live):
             store(listed + 8 * (i * n + k), cell, np.int64)
             if k + 1 < length:
                 cell = following(of, cell)
-    put_report(batch, first, targets, 0, len(first))  # now: a reward function may write before the steps are joined
+    # now: a reward function may write before the steps are joined
+    put_report(batch, first, targets, 0, len(first))
     return True
 
 
 @kernel
 def join_steps(address, targets, read, steps, ends):
-    """Join the rows of :func:`list_steps`, which have been read to the tensors at ``read``, to n-step transitions.
+    """Join the rows of :func:`list_steps`, which have been read to the tensors at
+    ``read``, to n-step transitions.
 
-    ``ends``, ``[m, 2]``, holds the leaf numbers and sizes of the flags that end a sum of rewards.
+    ``ends``, ``[m, 2]``, holds the leaf numbers and sizes of the flags that end a sum
+    of rewards.
     """
     batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
     leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
-    out, found = carray(pointer(targets), batch.leaves, np.int64), carray(pointer(read), batch.leaves, np.int64)
+    out, found = (
+        carray(pointer(targets), batch.leaves, np.int64),
+        carray(pointer(read), batch.leaves, np.int64),
+    )
     for i in range(batch.count):
         most, length, first = load(joined.taken + 8 * i, np.int64), 1, i * joined.n
         while length < most and not _has_ended(found, ends, first + length - 1):
@@ -193,8 +264,18 @@ def join_steps(address, targets, read, steps, ends):
             copy_few(out[leaf] + i * width, found[leaf] + row * width, width)
             if kind == REWARD:
                 for part in range(0, width, size):
-                    rewards = Rewards(found[leaf] + first * width + part, width, size == 8)
-                    put_sum(out[leaf] + i * width + part, rewards, 0, 1, length, length, joined.gamma)
+                    rewards = Rewards(
+                        found[leaf] + first * width + part, width, size == 8
+                    )
+                    put_sum(
+                        out[leaf] + i * width + part,
+                        rewards,
+                        0,
+                        1,
+                        length,
+                        length,
+                        joined.gamma,
+                    )
 
 
 @inlined
@@ -207,17 +288,35 @@ def _has_ended(found, ends, row):
 
 
 @kernel
-def relabel(episodes, address, targets, relabeled, drawn, uniform, count, law, live, are_cells: bool, goals):
-    """Replace the desired goals of some rows of a batch, and write a mask of these rows to address ``relabeled``.
+def relabel(
+    episodes,
+    address,
+    targets,
+    relabeled,
+    drawn,
+    uniform,
+    count,
+    law,
+    live,
+    are_cells: bool,
+    goals,
+):
+    """Replace the desired goals of some rows of a batch, and write a mask of these rows
+    to address ``relabeled``.
 
-    The ``count`` rows at address ``drawn``, each of which is expanded to equally many rows of the batch, have the
-    random numbers at ``uniform``. ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Achieved goals from leaf
-    number ``goals[0]`` replace the desired goals in the leaves with the numbers ``goals[1:]``. ``live`` is the number
-    of live rows; ``are_cells``: whether their numbers are their flat indices.
+    The ``count`` rows at address ``drawn``, each of which is expanded to equally many
+    rows of the batch, have the random numbers at ``uniform``. ``law`` is a
+    :class:`rlbuf_td.kernels.wrappers.Law`. Achieved goals from leaf number ``goals[0]``
+    replace the desired goals in the leaves with the numbers ``goals[1:]``. ``live`` is
+    the number of live rows; ``are_cells``: whether their numbers are their flat
+    indices.
     """
     of, batch = numbers_at(episodes), batch_at(address)
     window, cell = batch.count // count, carray(pointer(drawn), count, np.int64)
-    pick, chosen = carray(pointer(uniform), count, np.float64), np.empty(count, np.int64)
+    pick, chosen = (
+        carray(pointer(uniform), count, np.float64),
+        np.empty(count, np.int64),
+    )
     extent = batch.extents + 16 * goals[0]
     offset, width = load(extent, np.int64), load(extent + 8, np.int64)
     for i in range(count):
@@ -233,12 +332,15 @@ def relabel(episodes, address, targets, relabeled, drawn, uniform, count, law, l
             store(relabeled + j, chosen[i] >= 0, np.bool_)
             for goal in goals[1:] if chosen[i] >= 0 else goals[:0]:
                 goal_at = load(targets + 8 * goal, np.int64) + j * width
-                copy_few(goal_at, batch.rows + chosen[i] * batch.row_bytes + offset, width)
+                copy_few(
+                    goal_at, batch.rows + chosen[i] * batch.row_bytes + offset, width
+                )
 
 
 @inlined
 def _back(of, across, lane, t):
-    """Return the number of rows before step ``t`` of a lane that a window may have: of its trajectory, or its lane."""
+    """Return the number of rows before step ``t`` of a lane that a window may have: of
+    its trajectory, or its lane."""
     return rows_before(of, lane, t) if across else steps_back(of, lane, t)
 
 
@@ -249,12 +351,26 @@ def _ahead(of, across, lane, t):
 
 
 @kernel
-def replace_short(episodes, length, burn_in, across, anchors, count, live, others, order, weight, other_weight):
-    """Replace each anchor whose window does not fit; return how many windows do not fit then, -1 if a row is not live.
+def replace_short(
+    episodes,
+    length,
+    burn_in,
+    across,
+    anchors,
+    count,
+    live,
+    others,
+    order,
+    weight,
+    other_weight,
+):
+    """Replace each anchor whose window does not fit; return how many windows do not fit
+    then, -1 if a row is not live.
 
-    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at ``others``, and its weight too; 0
-    for ``weight`` means that there are no weights. 0 for ``order`` only counts; a call with other anchors must do so
-    before one that replaces.
+    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at
+    ``others``, and its weight too; 0 for ``weight`` means that there are no weights. 0
+    for ``order`` only counts; a call with other anchors must do so before one that
+    replaces.
     """
     of, short = numbers_at(episodes), 0
     anchor = carray(pointer(anchors), count, np.int64)
@@ -263,7 +379,11 @@ def replace_short(episodes, length, burn_in, across, anchors, count, live, other
             other = load(order + 8 * i, np.int64)
             anchor[i] = load(others + 8 * other, np.int64)
             if weight:
-                store(weight + 4 * i, load(other_weight + 4 * other, np.float32), np.float32)
+                store(
+                    weight + 4 * i,
+                    load(other_weight + 4 * other, np.float32),
+                    np.float32,
+                )
         if anchor[i] < 0 or anchor[i] >= live:
             return -1
         short += not _fits(of, length, burn_in, across, anchor[i])
@@ -284,19 +404,29 @@ def _windows_at(address):
 
 @kernel
 def expand(episodes, windows, anchors, flat, targets, lanes, live):
-    """Write the rows of the window around each row at address ``anchors`` to address ``flat``, and their masks.
+    """Write the rows of the window around each row at address ``anchors`` to address
+    ``flat``, and their masks.
 
-    A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it. Places outside the trajectory
-    repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier. All
-    rows of a window have the weight of the anchor.
+    A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it.
+    Places outside the trajectory repeat its first or last row. If ``shifts``, a window
+    that runs past the end of the trajectory begins earlier. All rows of a window have
+    the weight of the anchor.
     """
     windows = _windows_at(windows)
-    of, length, burn_in, count = numbers_at(episodes), windows.length, windows.burn_in, windows.count
+    of, length, burn_in, count = (
+        numbers_at(episodes),
+        windows.length,
+        windows.burn_in,
+        windows.count,
+    )
     window, anchor = burn_in + length, carray(pointer(anchors), count, np.int64)
     if not are_written(anchor, live):
         return False
     bounds = carray(pointer(windows.bounds), (count, 2), np.int64)
-    mask, burn_in_mask = load(targets + 8 * windows.mask, np.int64), load(targets + 8 * windows.burn_in_mask, np.int64)
+    mask, burn_in_mask = (
+        load(targets + 8 * windows.mask, np.int64),
+        load(targets + 8 * windows.burn_in_mask, np.int64),
+    )
     index = load(targets + 8 * windows.anchor_index, np.int64)
     weight = load(targets + 8 * windows.priority_weight, np.int64)
     for i in range(min(_SOON, count)):
@@ -305,18 +435,30 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
         if i + _SOON < count:
             expect(of, anchor[i + _SOON])
         t, lane = split(anchor[i], of.lanes)
-        back, ahead = _back(of, windows.across, lane, t), _ahead(of, windows.across, lane, t)
+        back, ahead = (
+            _back(of, windows.across, lane, t),
+            _ahead(of, windows.across, lane, t),
+        )
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
-        first, past = burn_in - min(back - shift, burn_in), burn_in + min(ahead + shift, length - 1)
+        first, past = (
+            burn_in - min(back - shift, burn_in),
+            burn_in + min(ahead + shift, length - 1),
+        )
         bounds[i, 0], bounds[i, 1] = first, past
         for j in range(window):
             at = i * window + j
-            cell = (t - shift - burn_in + min(max(j, first), past)) % of.steps * of.lanes + lane
+            cell = (
+                t - shift - burn_in + min(max(j, first), past)
+            ) % of.steps * of.lanes + lane
             store(flat + 8 * at, cell, np.int64)
             store(mask + at, first <= j <= past, np.bool_)
             store(burn_in_mask + at, j < burn_in, np.bool_)
             if windows.weight:
-                store(weight + 4 * at, load(windows.weight + 4 * i, np.float32), np.float32)
+                store(
+                    weight + 4 * at,
+                    load(windows.weight + 4 * i, np.float32),
+                    np.float32,
+                )
             if lanes:
                 store(index + 16 * at, t, np.int64)
                 store(index + 16 * at + 8, lane, np.int64)
@@ -327,20 +469,36 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
 
 @kernel
 def mark_ends(episodes, windows, flat, targets):
-    """Set the flags at the ends of each window, and "is_init" at first steps of episodes within it."""
+    """Set the flags at the ends of each window, and "is_init" at first steps of
+    episodes within it."""
     windows = _windows_at(windows)
-    window, flags = windows.burn_in + windows.length, carray(pointer(windows.flags), (3, 2), np.int64)
+    window, flags = (
+        windows.burn_in + windows.length,
+        carray(pointer(windows.flags), (3, 2), np.int64),
+    )
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     if windows.across and flags[0, 1]:
-        _mark_first_steps(numbers_at(episodes), windows, flat, load(targets + 8 * flags[0, 0], np.int64), flags[0, 1])
+        _mark_first_steps(
+            numbers_at(episodes),
+            windows,
+            flat,
+            load(targets + 8 * flags[0, 0], np.int64),
+            flags[0, 1],
+        )
     for flag in range(3):
         width = flags[flag, 1]
         if width:
             target = load(targets + 8 * flags[flag, 0], np.int64)
             for i in range(windows.count):
-                for place in (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1]):
+                for place in (
+                    (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1])
+                ):
                     for feature in range(width):
-                        store(target + (i * window + place) * width + feature, True, np.bool_)
+                        store(
+                            target + (i * window + place) * width + feature,
+                            True,
+                            np.bool_,
+                        )
 
 
 @kernel
@@ -349,7 +507,10 @@ def _mark_first_steps(of, windows, flat, target, width):
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     for at in range(windows.count * window):
         t, lane = split(load(flat + 8 * at, np.int64), of.lanes)
-        begins = steps_back(of, lane, t) == 0 and bounds[at // window, 0] <= at % window <= bounds[at // window, 1]
+        begins = (
+            steps_back(of, lane, t) == 0
+            and bounds[at // window, 0] <= at % window <= bounds[at // window, 1]
+        )
         if begins or windows.adds_init:
             for feature in range(width):
                 store(target + at * width + feature, begins, np.bool_)
@@ -357,10 +518,13 @@ def _mark_first_steps(of, windows, flat, target, width):
 
 @kernel
 def put_values(target, to_next, values, value_to_next, width, count, mask):
-    """Implement :func:`rlbuf_td.kernels.wrappers.put_values_`, given addresses and the bytes from number to number."""
+    """Implement :func:`rlbuf_td.kernels.wrappers.put_values_`, given addresses and the
+    bytes from number to number."""
     for i in range(count):
         at = values + i * value_to_next
-        if load(mask + i, np.bool_) and np.isnan(load(at, np.float64) if width == 8 else load(at, np.float32)):
+        if load(mask + i, np.bool_) and np.isnan(
+            load(at, np.float64) if width == 8 else load(at, np.float32)
+        ):
             return i
     for i in range(count):
         if load(mask + i, np.bool_):

@@ -1,4 +1,5 @@
-"""The interface of rows in memory, and rows without deduplication. Nothing here depends on TorchRL."""
+"""The interface of rows in memory, and rows without deduplication. Nothing here depends
+on TorchRL."""
 
 from __future__ import annotations
 
@@ -25,24 +26,32 @@ _MOST_RUNS = 4
 
 
 class Rows(ABC):
-    """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
+    """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory
+    layout.
 
-    The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps count from the
-    end. On the CPU, an index out of range raises an IndexError. Only :meth:`view`, :meth:`at_region`, :meth:`column`
-    and :meth:`used_entries` may return views. Methods that write do not check the leaves.
+    The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``.
+    Negative time steps count from the end. On the CPU, an index out of range raises an
+    IndexError. Only :meth:`view`, :meth:`at_region`, :meth:`column` and
+    :meth:`used_entries` may return views. Methods that write do not check the leaves.
     """
 
-    dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
-    is_mapped = False  # whether the rows lie in a file; reads then request all pages that they need at once
+    # the layout of deduplicated rows; None for other rows
+    dedup: DedupLayout | None = None
+    # whether the rows lie in a file; reads then request all pages that they need at
+    # once
+    is_mapped = False
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
-        self.extents = layout.extents  # offset and size in bytes of each leaf in a stored row; size 0: not stored there
+        # offset and size in bytes of each leaf in a stored row; size 0: not stored
+        # there
+        self.extents = layout.extents
         self.use(matrix)
         self.exported = ExportedViews(self.matrix)
 
     def use(self, matrix: torch.Tensor) -> None:
-        """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype :attr:`RowLayout.carrier`."""
+        """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype
+        :attr:`RowLayout.carrier`."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
@@ -55,7 +64,8 @@ class Rows(ABC):
 
     @property
     def given(self) -> torch.Tensor:
-        """An alias of :attr:`matrix` for views that users receive, so that no call on a view moves the rows."""
+        """An alias of :attr:`matrix` for views that users receive, so that no call on a
+        view moves the rows."""
         return self.exported.tensor().narrow(0, 0, self.steps)
 
     def first(self, steps: int) -> Rows:
@@ -65,58 +75,74 @@ class Rows(ABC):
         return rows
 
     def ask_for(self, cells: torch.Tensor) -> None:
-        """Ask the operating system for the pages of the rows at flat indices ``[B]``, if the rows lie in a file."""
+        """Ask the operating system for the pages of the rows at flat indices ``[B]``,
+        if the rows lie in a file."""
         ask_for_rows(self.flat, cells)
 
     @abstractmethod
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf, ``[*cells.shape, ...]``, of the rows at flat indices ``cells`` (int64, not negative)."""
+        """Return every leaf, ``[*cells.shape, ...]``, of the rows at flat indices
+        ``cells`` (int64, not negative)."""
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
-        return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
+        return self.layout.wrap(
+            self.leaves_at(cells), cells.shape, self.matrix.device, {}
+        )
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
-        """Return the rows at flat indices ``cells``, with ``"next"`` taken from the rows at flat indices ``last``."""
+        """Return the rows at flat indices ``cells``, with ``"next"`` taken from the
+        rows at flat indices ``last``."""
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
 
     @abstractmethod
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
-        """Return a TensorDict of strided views of ``matrix``, a matrix of rows, without deduplicated keys."""
+        """Return a TensorDict of strided views of ``matrix``, a matrix of rows, without
+        deduplicated keys."""
 
     def view(self) -> TensorDict:
-        """Return all rows as a TensorDict of strided views of :attr:`given`, without deduplicated keys."""
+        """Return all rows as a TensorDict of strided views of :attr:`given`, without
+        deduplicated keys."""
         return self.unpack(self.given)
 
     def at_region(self, index: Any) -> TensorDict:
-        """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of deduplicated keys."""
+        """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of
+        deduplicated keys."""
         return cast("TensorDict", self.view()[index])
 
     def column(self, path: tuple[str, ...]) -> Any:
-        """Return the values of one key in all rows, or a TensorDict if ``path`` names a nested level."""
+        """Return the values of one key in all rows, or a TensorDict if ``path`` names a
+        nested level."""
         return self.view()[path]
 
     def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
         """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
-    def append_(self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        """Write rows at flat indices, ``[B]`` without repetitions, those of each lane in time order.
+    def append_(
+        self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray
+    ) -> None:
+        """Write rows at flat indices, ``[B]`` without repetitions, those of each lane
+        in time order.
 
         ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
         self.replace_cells_(cells, leaves)
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Edit rows at flat indices of any shape; if an index is repeated, its last row is kept.
+        """Edit rows at flat indices of any shape; if an index is repeated, its last row
+        is kept.
 
         Deduplicated keys stay as they are.
         """
-        flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
+        flat = [
+            leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None]
+            for leaf in leaves
+        ]
         self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
 
     @abstractmethod
@@ -124,46 +150,60 @@ class Rows(ABC):
         """Implement :meth:`replace_` for flat indices ``[B]``."""
 
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the flat indices of all rows in the given time steps, ``[*steps.shape, *lanes]``."""
+        """Return the flat indices of all rows in the given time steps,
+        ``[*steps.shape, *lanes]``."""
         lanes = torch.arange(prod(self.lanes), device=self.matrix.device)
-        return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(steps.shape + self.lanes)
+        return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(
+            steps.shape + self.lanes
+        )
 
     def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat indices of the rows selected by indexing a tensor ``[T, *lanes]`` with ``region``."""
+        """Return the flat indices of the rows selected by indexing a tensor
+        ``[T, *lanes]`` with ``region``."""
         cells: Any = 0
         for dim, size in enumerate(self.shape):
-            coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
+            coordinate = torch.arange(size, device=self.matrix.device).view(
+                size, *[1] * (len(self.shape) - 1 - dim)
+            )
             cells = cells * size + coordinate.expand(self.shape)[region]
         return cells
 
-    # -- state: saved rows are the first time steps of a matrix and, if deduplicated, entries
+    # -- state: saved rows are the first time steps of a matrix and, if deduplicated,
+    # entries
 
     def used_entries(self) -> list[torch.Tensor]:
-        """Return views of the entries that have been used, one ``[n, bytes]`` per group of keys."""
+        """Return views of the entries that have been used, one ``[n, bytes]`` per group
+        of keys."""
         return []
 
     def restore_(self, matrix: Any, entries: Sequence[Any]) -> None:
-        """Copy saved rows, and their entries, which are tensors, or files that are read into memory."""
+        """Copy saved rows, and their entries, which are tensors, or files that are read
+        into memory."""
         room = self.room_for([saved.shape[0] for saved in entries])
-        for target, saved in zip((*room, self.matrix[: matrix.shape[0]]), (*entries, matrix), strict=True):
+        for target, saved in zip(
+            (*room, self.matrix[: matrix.shape[0]]), (*entries, matrix), strict=True
+        ):
             if isinstance(saved, torch.Tensor):
                 target.copy_(saved)
             else:
                 saved.read_into(target)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Give up all entries; return memory for ``used`` entries per group, which the caller fills."""
+        """Give up all entries; return memory for ``used`` entries per group, which the
+        caller fills."""
         return []
 
     def forget(self) -> None:
         """Give up all entries."""
 
     def link(self, head: np.ndarray) -> None:
-        """Find the entries of the rows again, after a write that did not end; ``head`` tells which rows are live."""
+        """Find the entries of the rows again, after a write that did not end; ``head``
+        tells which rows are live."""
 
 
 class ExportedViews:
-    """An alias of the rows, whose views users receive; made anew after somebody has moved its memory."""
+    """An alias of the rows, whose views users receive; made anew after somebody has
+    moved its memory."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         self._matrix = matrix
@@ -174,13 +214,16 @@ class ExportedViews:
     def tensor(self) -> torch.Tensor:
         alias = self._alias
         if alias is None or alias.data_ptr() != self._matrix.data_ptr():
-            self._version = -1 if alias is not None and alias._version != self._version else 0
+            self._version = (
+                -1 if alias is not None and alias._version != self._version else 0
+            )
             alias = self._alias = alias_of(self._matrix)
             self._entries = None
         return alias
 
     def take_edits(self) -> bool:
-        """Whether the rows were edited in place, through these views, since the last call."""
+        """Whether the rows were edited in place, through these views, since the last
+        call."""
         alias = self._alias
         if alias is None or alias._version == self._version:
             return False
@@ -188,7 +231,8 @@ class ExportedViews:
         return True
 
     def write_back(self) -> None:
-        """Copy edits into the rows if the function that made them has moved the memory of its views."""
+        """Copy edits into the rows if the function that made them has moved the memory
+        of its views."""
         alias = self._alias
         if alias is not None and alias.data_ptr() != self._matrix.data_ptr():
             self._matrix.copy_(alias)
@@ -197,13 +241,15 @@ class ExportedViews:
         """Return ``view()``, the same object as long as nobody has moved its memory."""
         self.tensor()
         entries = self._entries
-        if entries is None or entries.is_memmap():  # memmap_ replaces the leaves of a TensorDict by copies
+        # memmap_ replaces the leaves of a TensorDict by copies
+        if entries is None or entries.is_memmap():
             entries = self._entries = view()
         return entries
 
 
 class PlainRows(Rows):
-    """Rows without deduplication, in a contiguous byte matrix ``[T, *lanes, row_bytes]``."""
+    """Rows without deduplication, in a contiguous byte matrix
+    ``[T, *lanes, row_bytes]``."""
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
@@ -211,7 +257,8 @@ class PlainRows(Rows):
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         if self.is_mapped:
             ask_for_rows(self.flat, cells.reshape(-1))
-        if backend_of(self.matrix) != "numba":  # one kernel: leaves are views of one block
+        # one kernel: leaves are views of one block
+        if backend_of(self.matrix) != "numba":
             rows = self.flat.index_select(0, cells.reshape(-1))
             return self.layout.columns(rows.view(*cells.shape, rows.shape[1]))
         leaves = self.layout.blank(cells.shape, self.matrix.device)
@@ -229,7 +276,8 @@ class PlainRows(Rows):
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         if not len(cells):
             return
-        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]  # of runs of neighbours
+        # of runs of neighbours
+        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]
         is_scattered = len(edges) > _MOST_RUNS
         if is_scattered and len(np.unique(cells)) < len(cells):
             cells, leaves = last_of_each(cells, leaves)
@@ -243,19 +291,25 @@ class PlainRows(Rows):
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Convert negative indices, which count from the end; on the CPU, refuse indices out of range."""
+    """Convert negative indices, which count from the end; on the CPU, refuse indices
+    out of range."""
     if not index.is_cpu:
         return index % max(1, size)
     if not index.numel():
         return index
     low, high = int(index.min()), int(index.max())
     if low < -size or high >= size:
-        raise IndexError(f"index {high if high >= size else low} is out of range: {size} have been written")
+        raise IndexError(
+            f"index {high if high >= size else low} is out of range: {size} have been written"
+        )
     return torch.where(index < 0, index + size, index) if low < 0 else index
 
 
-def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """Return the sorted unique ``steps``, and of each leaf only the last row for each of these steps."""
+def last_of_each(
+    steps: np.ndarray, leaves: list[torch.Tensor]
+) -> tuple[np.ndarray, list[torch.Tensor]]:
+    """Return the sorted unique ``steps``, and of each leaf only the last row for each
+    of these steps."""
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]

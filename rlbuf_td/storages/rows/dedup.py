@@ -16,18 +16,26 @@ from rlbuf_td.storages.rows import Rows, last_of_each
 
 
 class DedupRows(Rows):
-    """Rows ``[T, *lanes]`` that hold names instead of observations; the observations are entries in the same block.
+    """Rows ``[T, *lanes]`` that hold names instead of observations; the observations
+    are entries in the same block.
 
-    All bytes of ``block``, :attr:`Sections.total`, are 0. ``make_room`` reserves disk space if it is a file.
+    All bytes of ``block``, :attr:`Sections.total`, are 0. ``make_room`` reserves disk
+    space if it is a file.
     """
 
     dedup: DedupLayout
 
     def __init__(
-        self, dedup: DedupLayout, block: torch.Tensor, shape: torch.Size, make_room: MakeRoom | None = None
+        self,
+        dedup: DedupLayout,
+        block: torch.Tensor,
+        shape: torch.Size,
+        make_room: MakeRoom | None = None,
     ) -> None:
         self.entries = Entries(dedup, block, shape, make_room)
-        super().__init__(dedup.layout, self.entries.rows.view(*shape, -1).view(dedup.stored.carrier))
+        super().__init__(
+            dedup.layout, self.entries.rows.view(*shape, -1).view(dedup.stored.carrier)
+        )
         self.extents = np.zeros_like(dedup.layout.extents)
         for run in dedup.runs:
             self.extents[run.leaf] = run.offset, run.nbytes
@@ -56,7 +64,8 @@ class DedupRows(Rows):
         return self.layout.wrap(leaves, cells.shape, self.matrix.device, {})
 
     def read_(self, cells: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
-        """Copy the rows at flat indices ``cells`` to ``leaves``: contiguous tensors, or None for leaves to skip."""
+        """Copy the rows at flat indices ``cells`` to ``leaves``: contiguous tensors, or
+        None for leaves to skip."""
         cells = cells.contiguous()
         if self.is_mapped:
             self.ask_for(cells.view(-1))
@@ -70,7 +79,8 @@ class DedupRows(Rows):
 
     def at_region(self, index: object) -> TensorDict:
         found = super().at_region(index)
-        is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)  # True is a mask
+        # True is a mask
+        is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)
         if is_step and -self.steps <= index < self.steps:
             cells = self.cells_at(torch.tensor(index % self.steps, device="cpu"))
         else:
@@ -92,7 +102,9 @@ class DedupRows(Rows):
         if key not in self.dedup.deduplicated:
             return super().column_at(key, cells)
         leaf = self.dedup.deduplicated[key]
-        column = torch.empty((*cells.shape, *leaf.shape), dtype=leaf.dtype, device=self.matrix.device)
+        column = torch.empty(
+            (*cells.shape, *leaf.shape), dtype=leaf.dtype, device=self.matrix.device
+        )
         leaves: list[torch.Tensor | None] = [None] * len(self.layout.leaves)
         leaves[self.layout.places[key]] = column
         self.read_(cells, leaves)
@@ -100,10 +112,15 @@ class DedupRows(Rows):
 
     # -- writing
 
-    def append_(self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+    def append_(
+        self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray
+    ) -> None:
         begin = self.matrix.data_ptr()
-        if any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves):
-            leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
+        if any(
+            begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves
+        ):
+            # otherwise a row could be read after it was overwritten
+            leaves = [leaf.clone() for leaf in leaves]
         self.entries.reserve(len(cells))
         self._replace_stored(torch.from_numpy(cells), leaves)
         self.entries.write(leaves, head, torch.from_numpy(cells))
@@ -122,7 +139,10 @@ class DedupRows(Rows):
     # -- state
 
     def used_entries(self) -> list[torch.Tensor]:
-        return [memory[:used] for memory, used in zip(self.entries.memory, self.entries.used, strict=True)]
+        return [
+            memory[:used]
+            for memory, used in zip(self.entries.memory, self.entries.used, strict=True)
+        ]
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         return self.entries.room_for(used)
