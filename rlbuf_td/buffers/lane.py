@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.buffers.loop_step import GymnasiumStep
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.writes import Beginning
 
@@ -75,6 +76,25 @@ class Lane:
         index = self.buffer.extend(data, lanes=lane)
         self._process = os.getpid()
         return index
+
+    def add_step(
+        self,
+        *,
+        observation: Any,
+        action: Any,
+        reward: Any,
+        next_observation: Any,
+        terminated: Any,
+        truncated: Any,
+        **extras: Any,
+    ) -> None:
+        """Write one step of a Gymnasium environment; see
+        :meth:`ReplayBuffer.add_step`."""
+        outcome = reward, next_observation, terminated, truncated
+        step = GymnasiumStep(observation, action, *outcome, extras)
+        begins = self._process != os.getpid()
+        self.buffer.write_loop_step(step, self.number, begins=begins)
+        self._process = os.getpid()
 
     def __len__(self) -> int:
         """Return the number of stored transitions of this lane."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.buffers import minari_data, torchrl_data, waiting, writing
 from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.lane import Lane
+from rlbuf_td.buffers.loop_step import GymnasiumStep, LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
@@ -48,6 +50,7 @@ from rlbuf_td.buffers.prefetch import (
     refuse_copies,
     refuse_max_age,
 )
+from rlbuf_td.buffers.step_writer import StepWriter
 from rlbuf_td.buffers.waiting import Cancels
 from rlbuf_td.checkpoint.buffer import (
     at_rest,
@@ -108,6 +111,7 @@ from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
+from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.tensordict_fast import plain_entries
 from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.write_plan import Record as WriteRecord
@@ -269,6 +273,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         self.returned = SharedNumbers("q", [0, 0])
         self.include_info, self.lane_key = include_info, optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
+        # the memory of the steps of `add_step`
+        self._loop_steps = threading.local()
         #: A weak reference to a plan of writes (which holds the rows), statistics, and
         # how that plan counts in them.
         self._recorder: Any = None, None, None
@@ -667,6 +673,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         self._refuse_second_priorities(self._storage, self._sampler)
         refuse_max_age(self._sampler, self._prefetch_cap)
         self.plans, self._storage.write_plan = {}, None
+        self._loop_steps = threading.local()
         transforms, has_units = (
             getattr(self._transform, "transforms", ()),
             self._sample_unit is not None,
@@ -1099,6 +1106,89 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 f"{error.args[0]}. If these are several transitions, use extend"
             ) from None
 
+    @untraced("a step is copied by NumPy, and written by compiled loops")
+    def add_step(
+        self,
+        *,
+        observation: Any,
+        action: Any,
+        reward: Any,
+        next_observation: Any,
+        terminated: Any,
+        truncated: Any,
+        lane: int | None = None,
+        **extras: Any,
+    ) -> None:
+        """Write one step of Gymnasium environments, given as arrays and numbers.
+
+        The rows are those of :func:`~rlbuf_td.make_transition` and :meth:`add`, at a
+        tenth of their time: no TensorDict is made, and a single compiled call writes
+        the step. NumPy's "same_kind" casts, such as float64 to the float32 of the rows,
+        are allowed unless they change a whole number.
+
+        Args:
+            observation: the observation before the step: an array, a number or a
+                tensor, or nested dicts and tuples of these, as spaces nest. With
+                ``ndim=2``, arrays ``[E, ...]``.
+            action: the action, likewise.
+            reward: a number, or an array ``[E]``.
+            next_observation: the observation after the step. With same-step autoreset,
+                pass ``final_obs`` when an episode ends.
+            terminated: a bool, or bools ``[E]``.
+            truncated: a bool, or bools ``[E]``.
+            lane: with ``ndim=2``, the lane to which the step of one environment
+                belongs, see :meth:`extend`.
+            **extras: more entries, such as a policy's outputs; those of a dict ``next``
+                go to ``"next"``. Each step has the same entries.
+
+        Raises:
+            SchemaError: a value does not match the rows; nothing has changed.
+            ValueError, IndexError, TypeError, ShutDown: as in :meth:`extend`.
+
+        Cost: O(bytes of the step). With transforms, statistics, flow control, rows on a GPU, or a writer that is
+        told of each row, the step becomes a TensorDict, and costs as much as
+        :meth:`add`.
+
+        Example:
+            >>> import gymnasium
+            >>> env, rb = gymnasium.make("CartPole-v1"), ReplayBuffer(batch_size=4)
+            >>> observation, _ = env.reset(seed=0)
+            >>> for _ in range(10):
+            ...     action = env.action_space.sample()
+            ...     following, reward, terminated, truncated, _ = env.step(action)
+            ...     rb.add_step(
+            ...         observation=observation,
+            ...         action=action,
+            ...         reward=reward,
+            ...         next_observation=following,
+            ...         terminated=terminated,
+            ...         truncated=truncated,
+            ...     )
+            ...     observation = following
+            >>> rb.sample()["next", "observation"].shape
+            torch.Size([4, 4])
+        """
+        outcome = reward, next_observation, terminated, truncated
+        step = GymnasiumStep(observation, action, *outcome, extras)
+        self.write_loop_step(step, lane)
+
+    def write_loop_step(
+        self, step: GymnasiumStep, lane: int | None, *, begins: bool = False
+    ) -> None:
+        """Write a step as :meth:`add_step` does; ``begins``: another actor takes the
+        lane over with it."""
+        if self.parts is None:
+            self._initialize()
+        # by lane, for this thread
+        steps: dict[Any, LoopStep] = vars(self._loop_steps)
+        memory = steps.pop(lane, None)
+        if memory is None:
+            lane = None if lane is None else whole(0)("lane", lane)
+            memory = LoopStep.like(self, step, lane)
+        memory.fill(step)
+        memory.write(self, begins=begins)
+        steps[lane] = memory  # not after an error: the next step is seen as a first one
+
     def extend(
         self,
         tensordicts: Any,
@@ -1373,6 +1463,24 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 parts.prioritized.update_priority(index, td_error, storage=storage)
         return index
 
+    def step_writer(self, staged: StagedStep, lane: int | None = None) -> StepWriter:
+        """Return what writes a staged step to this buffer; recorders use it."""
+        return StepWriter(staged, lane)
+
+    def can_write_staged(self, plan: CompiledWrites) -> bool:
+        """Whether ``plan`` alone does all that :meth:`add` does, as long as there are
+        no transforms."""
+        parts = self.parts
+        if parts is None or parts.notices or not parts.writes_directly:
+            return False
+        counts = self.flow is not None or self.episode_stats is not None
+        if counts or self.lane_key is not None or not plan.tells_nobody:
+            return False
+        own = type(self)
+        if own.add is not ReplayBuffer.add or own.extend is not ReplayBuffer.extend:
+            return False  # a subclass does more
+        return self.priority_key not in plan.rows.layout.places
+
     def _prepared(self, data: TensorDictBase, dims: int) -> Any:
         """Transform data whose first ``dims`` dims index rows, and check the entries
         that the rows may not have."""
@@ -1380,8 +1488,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             with _set_dispatch_td_nn_modules(True):
                 data = self.transform.inv(data)
         if data is not None:
-            if self._has_environment:
-                data = self._with_trajectory_ids(data, dims)
+            data = self.with_trajectory_ids(data, dims)
             if "index" in data.keys():
                 refuse_index()
             if self._storage.rows is None:
@@ -1419,7 +1526,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return parts.prioritized.priorities, loop
         return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
-    def _with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
+    def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
         """Add trajectory ids of 0 to data without ids if the rows have an entry for
         them.
 
@@ -1429,7 +1536,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         layout = self.storage.layout
         if (
-            layout is None
+            not self._has_environment
+            or layout is None
             or TRAJ_KEY not in layout.places
             or data.get(TRAJ_KEY, None) is not None
         ):
@@ -2362,11 +2470,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self.share()
         state = super().__getstate__()
         state |= {"plans": {}, "_recorder": (None, None, None)}  # these hold addresses
+        state.pop("_loop_steps", None)
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 
     def __setstate__(self, state: State) -> None:
         generator = unpickled_generator(state.pop("generator"))
         super().__setstate__(state)
+        self._loop_steps = threading.local()
         if generator is not None:
             self.set_rng(generator)
         self._rows_restored()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlbuf_td.envs.recorder import BufferLane, Recorder, Target, fill_parts_
+from rlbuf_td.envs.recorder import BufferLane, Recorder, Target
 from rlbuf_td.envs.specs import (
     ACTION_MASK,
     after_step,
@@ -193,10 +193,12 @@ class _Seat(Recorder):
     def __init__(self, target: Target, env: AECEnv, agent: str) -> None:
         super().__init__(target)
         schema = turns_schema(env, [agent])
-        self._obs_paths, self._action_paths = paths_of(
-            schema, env.observation_space(agent)
-        )
-        self._next_paths = after_step(self._obs_paths)
+        observed, acted = paths_of(schema, env.observation_space(agent))
+        self._parts = {
+            "observation": observed,
+            "action": acted,
+            "next": after_step(observed),
+        }
         self._fit(schema, single=True)
         self.is_open = False
 
@@ -208,8 +210,8 @@ class _Seat(Recorder):
         self, observation: object, action: object, extras: Mapping[str, object]
     ) -> None:
         self._begin_step(extras)
-        fill_parts_(self._rows, self._obs_paths, observation, self._at)
-        fill_parts_(self._rows, self._action_paths, action, self._at)
+        self._columns.fill("observation", observation)
+        self._columns.fill("action", action)
         self.is_open = True
 
     def end(
@@ -218,8 +220,8 @@ class _Seat(Recorder):
         """Store the transition, if the agent has begun one."""
         if not self.is_open:
             return
-        fill_parts_(self._rows, self._next_paths, observation, self._at)
-        self._fill_outcome(reward, terminated, truncated)
+        self._columns.fill("next", observation)
+        self._columns.fill_outcome(reward, terminated, truncated)
         mask = self._rows.get(("next", ACTION_MASK))
         if mask is not None and not mask.any():
             mask[...] = True

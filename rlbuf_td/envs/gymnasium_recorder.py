@@ -14,10 +14,9 @@ from rlbuf_td.envs.recorder import (
     Target,
     fill_final_,
     fill_info_,
-    fill_parts_,
-    to_array,
 )
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, tensors_of
+from rlbuf_td.envs.step_columns import to_array
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -115,8 +114,12 @@ class GymnasiumRecorder(Recorder):
             if single
             else cast("VectorEnv", env).single_observation_space
         )
-        self._obs_paths, self._action_paths = paths_of(schema, space)
-        self._next_paths = after_step(self._obs_paths)
+        observed, acted = paths_of(schema, space)
+        self._parts = {
+            "observation": observed,
+            "action": acted,
+            "next": after_step(observed),
+        }
         self._infos = {
             (name,) if isinstance(name, str) else tuple(name): value
             for name, value in infos.items()
@@ -133,8 +136,9 @@ class GymnasiumRecorder(Recorder):
                 f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}"
             )
         self._obs: Any = None  # None: a reset must follow
-        # the episode has ended, and no new one has begun
+        # the lanes whose episode has ended, while no new one has begun
         self._ended = np.zeros(self._lanes, bool)
+        self._has_ended = False  # whether there are such lanes
 
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
@@ -149,6 +153,7 @@ class GymnasiumRecorder(Recorder):
         begun = np.ones_like(lanes) if self._obs is None else lanes
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
+        self._has_ended = bool(self._ended.any())
         self._begin(begun)
         return self._obs, info
 
@@ -172,27 +177,34 @@ class GymnasiumRecorder(Recorder):
             SchemaError: the dtype or shape of an entry differs from its space or from
                 the first step.
         """
-        if self.was_loaded():
-            self._obs = None
-        self._refuse_step()
-        going = ~self._ended  # the other lanes are reset by this step
-        self._begin_step(extras)
-        fill_parts_(self._rows, self._obs_paths, self._obs, self._at)
-        fill_parts_(self._rows, self._action_paths, action, self._at)
+        if self._obs is None or self._has_ended or self._loads != self._numbers.loads:
+            self._refuse_step()
+        if extras or self._extra_keys or not self._rows:
+            self._begin_step(extras)
+        columns = self._columns
+        columns.fill("observation", self._obs)
+        columns.fill("action", action)
         self._obs = None  # if this step fails, a reset must follow
         result = self.env.step(action)
-        done = self._fill_after(result, going)
-        if going.any():
-            self._write(None if going.all() else going)
-        self._obs = result[0]
-        if self._mode == "SameStep":
-            self._begin(done)
-        else:
-            begun, self._ended = ~going, done & going
-            self._begin(begun)
+        observation, reward, terminated, truncated, info = result
+        ends = columns.fill_outcome(reward, terminated, truncated)
+        columns.fill("next", observation)
+        # the other lanes are reset by this step
+        going = ~self._ended if self._has_ended else None
+        if self._infos or (ends and self._mode == "SameStep"):
+            self._fill_infos(info, columns.done, going)
+        if going is None:
+            self._write()
+        elif going.any():
+            self._write(going)
+        self._obs = observation
+        if ends or self._has_ended:
+            self._end(columns.done, going)
         return result
 
     def _refuse_step(self) -> None:
+        if self.was_loaded():
+            self._obs = None
         if self._obs is None:
             when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
             raise RuntimeError(f"call the recorder's reset() {when}")
@@ -207,21 +219,32 @@ class GymnasiumRecorder(Recorder):
                 f"the episode has ended in lanes {ended}: reset before the next step{how}"
             )
 
-    def _fill_after(self, result: tuple[Any, ...], going: np.ndarray) -> np.ndarray:
-        """Fill the results of a step; return a mask of the lanes whose episode has
-        ended, ``[E]``."""
-        observation, reward, terminated, truncated, info = result
-        done = self._fill_outcome(reward, terminated, truncated)
-        fill_parts_(self._rows, self._next_paths, observation, self._at)
+    def _fill_infos(
+        self, info: Any, done: np.ndarray, going: np.ndarray | None
+    ) -> None:
+        """Fill what the infos of a step tell, in the lanes that are ``going``, all if
+        None."""
         # the results are those of the next episode's first observation
         is_reset = done & (self._mode == "SameStep")
         info = [info] if self._single else info
         if is_reset.any():
-            fill_final_(self._rows, self._next_paths, info, done)
+            fill_final_(self._rows, self._parts["next"], info, done)
+        lanes = np.ones_like(done) if going is None else going
         for path, default in self._infos.items():
             key: Key = ("next", *path)
-            fill_info_(self._rows[key], path, default, info, going, is_reset)
-        return done
+            fill_info_(self._rows[key], path, default, info, lanes, is_reset)
+
+    def _end(self, done: np.ndarray, going: np.ndarray | None) -> None:
+        """Begin new episodes in lanes that a step has ended or reset."""
+        if self._mode == "SameStep":
+            self._begin(done)
+            return
+        if going is None:
+            self._ended = done.copy()
+        else:
+            self._ended = done & going
+            self._begin(~going)
+        self._has_ended = bool(self._ended.any())
 
 
 def _autoreset_mode_of(env: Env | VectorEnv, single: bool) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbuf_td.envs.recorder import Recorder, Target, fill_, fill_parts_
+from rlbuf_td.envs.recorder import Recorder, Target
 from rlbuf_td.envs.specs import (
     ACTION_MASK,
     FLAGS,
@@ -17,6 +17,8 @@ from rlbuf_td.envs.specs import (
     parallel_envs,
     takes_turns,
 )
+from rlbuf_td.envs.step_columns import fill_, fill_parts_
+from rlbuf_td.storages.episodes import TRAJ_KEY
 
 if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
@@ -195,8 +197,9 @@ class PettingZooRecorder(Recorder):
             self._observed = [None] * len(self.envs)
         actions = [action] if self._single else [*action]
         self._refuse_step(actions)
-        for column in self._rows.values():
-            column[...] = 0
+        for key, column in self._rows.items():
+            if key != TRAJ_KEY:
+                column[...] = 0
         self._begin_step(extras)
         before = [[*env.agents] for env in self.envs]
         for e, agents in enumerate(before):

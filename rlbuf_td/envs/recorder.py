@@ -17,24 +17,20 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.specs import ACTION_MASK, Key, Paths, show_extra, tensors_of
+from rlbuf_td.envs.step_columns import REWARD, StepColumns, fill_, part_of, to_array
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
 from rlbuf_td.storages.listeners import Attached, Listener
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
+from rlbuf_td.storages.schema import SchemaError, show_key, walk
+from rlbuf_td.storages.staged_step import StagedStep
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
-REWARD: Key = ("next", "reward")
 _REMEDY = "make the buffer with from_env(env, ...)"
 _NEXT, _HAS_READ, _LOADS = range(3)
-_WIDER = "store it in float64, with from_env(env, ..., extras=...) and an example of {} in extras"
-#: The largest number up to which a dtype holds every whole number; for other dtypes, at
-# least 127.
-_EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
-
 _LOST = (
     "the episode of environment {} ended without 'final_obs' in the infos: this environment resets in the same step, "
     "and the final observation is lost. Write the steps with buffer.add(make_transition(...)) instead of the recorder. "
@@ -94,8 +90,7 @@ class Recorder:
     lane.
 
     A subclass calls :meth:`_fit` with the schema of its environments. In each step, it
-    calls :meth:`_begin_step`, fills the columns :attr:`_rows` at :attr:`_at`, and calls
-    :meth:`_write`.
+    calls :meth:`_begin_step`, fills :attr:`_columns`, and calls :meth:`_write`.
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
@@ -103,12 +98,13 @@ class Recorder:
 
     _schema: TensorDict  # of the transitions, [E]
     _single: bool  # whether an environment's values have no dim E
+    # names of the parts of a step, and where their values go
+    _parts: Mapping[str, Paths] = MappingProxyType({})
+    # made by the first step: the memory of a step, and what writes it
+    _columns: StepColumns
+    _writer: Any
     # the columns, [E, ...]; empty before the first step
     _rows: Mapping[Key, np.ndarray] = MappingProxyType({})
-    # where the values of the environments lie in a column: 0 for a single one, which
-    # have no dim E
-    _at: Any
-    _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
     def __init__(self, target: Target) -> None:
@@ -139,11 +135,7 @@ class Recorder:
             SchemaError: the transitions do not fit the buffer's rows or lanes.
             ValueError: the buffer cannot write single lanes.
         """
-        self._single, self._lanes, self._at = (
-            single,
-            len(schema),
-            (0, ...) if single else ...,
-        )
+        self._single, self._lanes = single, len(schema)
         self._trajectories = np.zeros(self._lanes, np.int64)
         if self._lanes > 1 and (self._flat or self._lane is not None):
             where = (
@@ -231,33 +223,28 @@ class Recorder:
     def _begin_step(self, extras: Mapping[str, object]) -> None:
         """Fill the trajectory numbers and the extras; the first step makes the memory
         of the rows."""
-        given = dict(walk(extras))
+        values = dict(walk(extras)) if extras else {}
         if not self._rows:
-            self._make_rows(given)
-        if given.keys() != self._extra_keys:
+            self._make_rows(values)
+        if values.keys() != self._extra_keys:
             now, first = (
-                sorted(map(show_key, keys)) for keys in (given, self._extra_keys)
+                sorted(map(show_key, keys)) for keys in (values, self._extra_keys)
             )
             raise SchemaError(
                 f"this step has the extras {now}, the first step had {first}: pass the same extras"
             )
-        self._rows[TRAJ_KEY][...] = self._trajectories
-        for key, value in given.items():
-            fill_(self._rows[key][self._at], value, key)
+        for key, value in values.items():
+            fill_(self._columns.values[key], value, key)
 
     def _make_rows(self, extras: Mapping[Key, object]) -> None:
         schema = self._schema.copy()
         for key, value in extras.items():
             self._add_entry(schema, key, tensors_of(to_array(value), *key))
-        rows = schema.apply(
-            lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"),
-            device=torch.device("cpu"),
-        )
-        self._step, self._extra_keys = (
-            rows[0] if self._flat else rows,
-            frozenset(extras),
-        )
-        self._rows = {key: x.numpy() for key, x in walk(rows)}
+        staged = StagedStep.like(schema, self._flat)
+        self._columns = StepColumns(staged, self._single, self._parts)
+        self._writer = self.buffer.step_writer(staged, self._lane)
+        self._extra_keys, self._rows = frozenset(extras), staged.columns
+        self._rows[TRAJ_KEY][...] = self._trajectories
 
     def _add_entry(self, schema: TensorDict, key: Key, value: torch.Tensor) -> None:
         """Add an entry to the schema of the rows, with the dims of an environment's
@@ -275,49 +262,10 @@ class Recorder:
             self._refuse_missing(key, value)
         schema.set(key, value)
 
-    def _fill_outcome(
-        self, reward: object, terminated: object, truncated: object
-    ) -> np.ndarray:
-        """Fill the rewards and end flags of a step; return a view of the flags
-        ``done``, ``[E]``."""
-        for name, value in (("terminated", terminated), ("truncated", truncated)):
-            fill_(self._rows["next", name][self._at][..., 0], value, ("next", name))
-        ended, cut, done = (
-            self._rows["next", name][:, 0]
-            for name in ("terminated", "truncated", "done")
-        )
-        np.logical_or(ended, cut, out=done)
-        shape, column = to_array(reward).shape, self._rows[REWARD][self._at]
-        if shape not in (column.shape, column.shape[:-1]):
-            fault = f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
-            example = show_extra(
-                REWARD,
-                torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"),
-            )
-            raise SchemaError(
-                f"{fault}: make the buffer with from_env(env, ..., {example})"
-            )
-        fill_(column if shape == column.shape else column[..., 0], reward, REWARD)
-        return done
-
-    # -- writes
-
     def _write(self, lanes: np.ndarray | None = None) -> None:
         """Write the rows of ``lanes``, a mask ``[E]``; None: one for each
         environment."""
-        rows: TensorDict = self._step
-        to: int | np.ndarray | None = self._lane
-        if lanes is not None:
-            rows, to = (
-                cast("TensorDict", rows[torch.from_numpy(lanes)]),
-                lanes.nonzero()[0],
-            )
-        # a transform may modify them
-        rows = rows.clone() if len(self.buffer.transform) else rows
-        if to is None:
-            self.buffer.add(rows)
-        else:
-            self.buffer.extend(rows, lanes=to)
+        self._writer.write(self.buffer, lanes)
 
     # -- episodes
 
@@ -326,74 +274,14 @@ class Recorder:
         count = int(np.count_nonzero(lanes))
         if count:
             self._trajectories[lanes] = self._numbers.take(count)
+            if self._rows:
+                self._rows[TRAJ_KEY][...] = self._trajectories
 
     def was_loaded(self) -> bool:
         """Whether a checkpoint was loaded into the buffer since the last call, so that
         a reset must follow."""
         before, self._loads = self._loads, self._numbers.loads
         return before != self._loads
-
-
-# -- copies of what environments return into the columns of rows
-
-
-def part_of(value: Any, path: Key) -> Any:
-    for part in path:
-        value = value[int(part)] if isinstance(value, tuple) else value[part]
-    return value
-
-
-def to_array(value: object) -> np.ndarray:
-    return (
-        value.detach().cpu().numpy()
-        if isinstance(value, torch.Tensor)
-        else np.asarray(value)
-    )
-
-
-def fill_(column: np.ndarray, value: object, key: Key) -> None:
-    """Copy a value into a column of equal shape.
-
-    NumPy's "same_kind" casts (float64 to float32) are allowed unless they change a
-    whole number, such as 2**24 + 1; other casts, such as from 0 and 1 to bool, if they
-    change no number. Otherwise, a SchemaError is raised.
-    """
-    array = value if type(value) is np.ndarray else to_array(value)
-    if array.shape != column.shape:
-        raise SchemaError(
-            f"{show_key(key)} came with shape {array.shape}, expected {column.shape}"
-        )
-    if array.dtype is not column.dtype:
-        array = _cast(array, column.dtype, key)
-    column[...] = array
-
-
-def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
-    if np.can_cast(array.dtype, dtype, "same_kind"):
-        if not (np.abs(array) <= _EXACT.get(dtype, 127)).all():
-            given, expected = (
-                tensors_of(array.reshape(-1), *key),
-                torch.from_numpy(np.empty(0, dtype)).dtype,
-            )
-            refuse_rounding(key, given, expected, _WIDER.format(show_key(key)))
-        return array
-    if array.dtype.kind in "biuf":
-        with np.errstate(invalid="ignore"):  # NaN has no integer value
-            cast = array.astype(dtype)
-        if np.array_equal(cast, array):
-            return cast
-    raise SchemaError(
-        f"{show_key(key)} came as {array.dtype}, expected {dtype}: cast it first"
-    )
-
-
-def fill_parts_(
-    columns: Mapping[Key, np.ndarray], paths: Paths, value: object, at: Any = ...
-) -> None:
-    """Copy the parts of an observation or action into the elements ``at`` of their
-    columns."""
-    for key, path in paths:
-        fill_(columns[key][at], part_of(value, path), key)
 
 
 def fill_final_(

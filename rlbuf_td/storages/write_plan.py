@@ -17,11 +17,11 @@ caller holds the storage's lock.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import addressof
 from struct import Struct
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -93,6 +93,15 @@ class WritePlan(ABC):
         """Tell :attr:`others` of the new rows at ``index``."""
         for listener in self.others:
             listener.mark_update(index)
+
+
+class StagedRows(NamedTuple):
+    """Rows that lie at the same addresses in each write, see
+    :meth:`CompiledWrites.stage`."""
+
+    record: int  # the address of a ``RING`` record
+    lane_ids: int  # the address of the lane of each row; 0: one time step
+    memory: object  # what lies at these addresses
 
 
 class CompiledWrites(WritePlan):
@@ -217,6 +226,53 @@ class CompiledWrites(WritePlan):
                 storage.recover()
             raise
         return found
+
+    @property
+    def tells_nobody(self) -> bool:
+        """Whether a write is complete with the compiled call: no listener is told, and
+        no file of priorities is written."""
+        file = None if self.priorities is None else self.priorities.file
+        return not self.has_others and file is None
+
+    def stage(
+        self, addresses: Sequence[int], lane_ids: np.ndarray | None
+    ) -> StagedRows:
+        """Describe rows whose leaves always lie at these ``addresses``.
+
+        ``lane_ids``, int64, always holds their lanes; None: they are one time step.
+        """
+        sources = np.array(addresses, np.int64)
+        record = self.ring_record.copy()
+        record["sources"] = sources.ctypes.data
+        lanes_at = 0 if lane_ids is None else lane_ids.ctypes.data
+        return StagedRows(record.ctypes.data, lanes_at, (record, sources, lane_ids))
+
+    def write_staged(
+        self, storage: PackedStorage, staged: StagedRows, count: int, counts: Planned
+    ) -> bool:
+        """Write one time step, or the first ``count`` rows; return whether they have
+        been written.
+
+        If not, nothing has changed, and :meth:`write` removes the reason. The plan
+        :attr:`tells_nobody`.
+        """
+        entries, priorities, entry = self.entries, self.priorities, 0
+        if entries is not None:
+            entries.reserve(count if staged.lane_ids else self.ring.lanes)
+            entries.begin(self.ring.head[:2])
+        if priorities is not None:
+            entry = priorities.record_at(storage, self.ring)
+        numbers = addressof(counts.numbers.values)
+        with self.lock if priorities is None else priorities.rule.table.lock:
+            code = self.kernel(
+                *(staged.record, count, staged.lane_ids, False),
+                *(0, numbers, entry, False),
+            )
+        if code < self.codes.IN_CELLS:
+            return False
+        if entries is not None:
+            entries.end()
+        return True
 
     def _read(self, data: Any, lead: torch.Size) -> list[Tensor]:
         """Store the addresses of the leaves of ``data``, converted if necessary; return

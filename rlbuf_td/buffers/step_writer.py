@@ -1,0 +1,131 @@
+"""Writes steps of NumPy arrays without a TensorDict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.storages.staged_step import StagedStep
+from rlbuf_td.storages.torchrl_parts import modules_of
+from rlbuf_td.storages.write_plan import CompiledWrites, StagedRows, WritePlan
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+
+class StepWriter:
+    """Writes a staged step to a buffer, again and again.
+
+    The step goes to the rows in one compiled call if nothing else has to see it.
+    Otherwise (transforms, statistics, flow control, rows on a GPU, a writer of
+    TorchRL's, ...) :meth:`ReplayBuffer.add` or :meth:`ReplayBuffer.extend` writes it.
+    This is decided when parts of the buffer, or its plan of writes, have changed.
+
+    Args:
+        staged: the memory of the step.
+        lane: the lane of its one row; None: it has a row for each lane.
+    """
+
+    def __init__(self, staged: StagedStep, lane: int | None = None) -> None:
+        self.staged, self.lane = staged, lane
+        self._reset()
+
+    def _reset(self) -> None:
+        # weak: a plan holds the rows, which a buffer may release
+        self._plan: Any = _no_plan
+        self._transforms: Collection[Any] = ()  # the buffer's own
+        #: How the plan writes the step, or some of its rows; None: as a TensorDict.
+        self._whole: StagedRows | None = None
+        self._some: StagedRows | None = None
+        lanes = self.staged.size
+        self._lane_ids = np.full(lanes, self.lane or 0, np.int64)
+        self._chosen = StagedStep(
+            {key: np.empty_like(each) for key, each in self.staged.columns.items()},
+            self.staged.is_flat,
+        )
+
+    def write(self, buffer: ReplayBuffer, lanes: np.ndarray | None = None) -> None:
+        """Write the step, or the rows of ``lanes``, a mask ``[E]``.
+
+        Errors: those of :meth:`ReplayBuffer.add` and :meth:`ReplayBuffer.extend`.
+        """
+        storage = buffer._storage
+        with storage.lock:
+            plan: Any = storage.write_plan
+            if (
+                plan is None
+                or self._plan() is not plan
+                or plan.changes != plan.listeners.changes
+            ):
+                self._choose(buffer, plan)
+            staged, count = self._whole, 1
+            # what may change between two writes
+            if (
+                staged is not None
+                and not self._transforms
+                and not buffer._service_shutdown
+                and storage._slot_generations is None
+            ):
+                if lanes is not None:
+                    staged, count = self._some, self._choose_rows(lanes)
+                planned = buffer.parts.writer.planned
+                if plan.write_staged(storage, staged, count, planned):
+                    return
+        self._write_rows(buffer, lanes)
+
+    def _choose(self, buffer: ReplayBuffer, plan: WritePlan | None) -> None:
+        """Choose how steps are written, until the storage makes another plan."""
+        self._plan, self._whole, self._some = _no_plan, None, None
+        if plan is None or plan.changes != plan.listeners.changes:
+            return
+        self._plan = ref(plan)
+        if not isinstance(plan, CompiledWrites) or not buffer.can_write_staged(plan):
+            return
+        layout = plan.rows.layout
+        addresses = self.staged.addresses_in(layout)
+        if addresses is None:  # the write raises the error
+            return
+        self._transforms = modules_of(buffer.parts.transforms)
+        self._whole = plan.stage(
+            addresses, None if self.lane is None else self._lane_ids
+        )
+        some = cast("list[int]", self._chosen.addresses_in(layout))
+        self._some = plan.stage(some, self._lane_ids)
+
+    def _choose_rows(self, lanes: np.ndarray) -> int:
+        """Copy the rows of ``lanes`` to the memory of some rows; return their
+        number."""
+        chosen = lanes.nonzero()[0]
+        count = len(chosen)
+        self._lane_ids[:count] = chosen
+        for key, column in self.staged.columns.items():
+            np.compress(lanes, column, 0, out=self._chosen.columns[key][:count])
+        return count
+
+    def _write_rows(self, buffer: ReplayBuffer, lanes: np.ndarray | None) -> None:
+        """Write the step as a TensorDict."""
+        rows, target = self.staged.rows, self.lane
+        if lanes is not None:
+            rows = cast("TensorDict", rows[torch.from_numpy(lanes)])
+            target = lanes.nonzero()[0]
+        # a transform may modify them
+        rows = rows.clone() if len(buffer.transform) else rows
+        if target is None:
+            buffer.add(rows)
+        else:
+            buffer.extend(rows, lanes=target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"staged": self.staged, "lane": self.lane}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+
+def _no_plan() -> None:
+    """Stand in for a reference to a plan."""

@@ -1,0 +1,186 @@
+"""The columns of a step, and how they are filled with what an environment returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlbuf_td.envs.specs import Key, Paths, show_extra, tensors_of
+from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
+from rlbuf_td.storages.staged_step import StagedStep
+
+REWARD: Key = ("next", "reward")
+_TERMINATED: Key = ("next", "terminated")
+_TRUNCATED: Key = ("next", "truncated")
+_DONE: Key = ("next", "done")
+_WIDER = "store it in float64, with from_env(env, ..., extras=...) and an example of {} in extras"
+#: The largest number up to which a dtype holds every whole number; for other dtypes, at
+#: least 127.
+_EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
+_BOOL = np.dtype(bool)
+_FLAGS = bool, np.bool_
+_TRUE = b"\x01"
+
+
+class StepColumns:
+    """The columns of a staged step, ``[E, ...]``, which one step after another fills.
+
+    Args:
+        staged: the memory of the step.
+        single: whether values come from one environment, without a dim E.
+        parts: names for the parts of a step, such as ``"action"``, and where their
+            values go.
+    """
+
+    def __init__(
+        self, staged: StagedStep, single: bool, parts: Mapping[str, Paths]
+    ) -> None:
+        self.staged, self.single, self.parts = staged, single, parts
+        columns = staged.columns
+        #: The columns in the shape in which values come.
+        self.values = {
+            key: column[0, ...] if single else column for key, column in columns.items()
+        }
+        self._targets = {
+            name: [(self.values[key], path, key) for key, path in paths]
+            for name, paths in parts.items()
+        }
+        if REWARD not in columns or _TRUNCATED not in columns:
+            return
+        # without their last dim, which rows alone have
+        self._terminated = self.values[_TERMINATED][..., 0]
+        self._truncated = self.values[_TRUNCATED][..., 0]
+        self._rewards = self.values[REWARD]
+        self._reward = self._rewards[..., 0] if self._rewards.ndim else self._rewards
+        self._exact_square = _EXACT.get(self._reward.dtype, 127) ** 2
+        self._ended = columns[_TERMINATED][:, 0]
+        self._cut = columns[_TRUNCATED][:, 0]
+        #: Where an episode ends, ``[E]``.
+        self.done = columns[_DONE][:, 0]
+
+    def fill(self, part: str, value: object) -> None:
+        """Copy the value of a part of the step.
+
+        Raises:
+            SchemaError: its dtype or shape does not fit.
+        """
+        for column, path, key in self._targets[part]:
+            leaf: Any = part_of(value, path) if path else value
+            is_like = type(leaf) is np.ndarray and leaf.dtype is column.dtype
+            if is_like and leaf.shape == column.shape:
+                column[...] = leaf
+            else:
+                fill_(column, leaf, key)
+
+    def fill_outcome(
+        self, reward: object, terminated: object, truncated: object
+    ) -> bool:
+        """Fill the rewards and end flags; return whether an episode has ended."""
+        fill_(self._terminated, terminated, _TERMINATED)
+        fill_(self._truncated, truncated, _TRUNCATED)
+        np.logical_or(self._ended, self._cut, self.done)
+        self._fill_reward(reward)
+        # a twentieth of the time of `any`, a Python function
+        return _TRUE in self.done.tobytes()
+
+    def _fill_reward(self, reward: object) -> None:
+        if isinstance(reward, float) and not self._reward.shape:
+            largest_square = reward * reward
+        else:
+            reward = reward if type(reward) is np.ndarray else to_array(reward)
+            is_usual = reward.dtype.kind == "f" and reward.ndim <= 1
+            is_usual = is_usual and reward.shape == self._reward.shape
+            # not below the square of any of them, and NaN if one is
+            largest_square = reward.dot(reward) if is_usual else np.nan
+        if largest_square <= self._exact_square:
+            self._reward[...] = reward
+            return
+        array = to_array(reward)
+        if array.shape == self._reward.shape:
+            fill_(self._reward, array, REWARD)
+        elif array.shape == self._rewards.shape:
+            fill_(self._rewards, array, REWARD)
+        else:
+            self._refuse_reward(array.shape)
+
+    def _refuse_reward(self, shape: tuple[int, ...]) -> None:
+        column = self._rewards
+        fault = (
+            f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
+        )
+        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+        example = show_extra(REWARD, torch.empty(shape, dtype=dtype, device="meta"))
+        raise SchemaError(
+            f"{fault}: make the buffer with from_env(env, ..., {example})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"staged": self.staged, "single": self.single, "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+
+def part_of(value: Any, path: Key) -> Any:
+    for part in path:
+        value = value[int(part)] if isinstance(value, tuple) else value[part]
+    return value
+
+
+def to_array(value: object) -> np.ndarray:
+    return (
+        value.detach().cpu().numpy()
+        if isinstance(value, torch.Tensor)
+        else np.asarray(value)
+    )
+
+
+def fill_(column: np.ndarray, value: object, key: Key) -> None:
+    """Copy a value into a column of equal shape.
+
+    NumPy's "same_kind" casts (float64 to float32) are allowed unless they change a
+    whole number, such as 2**24 + 1; other casts, such as from 0 and 1 to bool, if they
+    change no number. Otherwise, a SchemaError is raised.
+    """
+    if isinstance(value, _FLAGS) and column.dtype is _BOOL and not column.shape:
+        column[...] = value
+        return
+    array = value if type(value) is np.ndarray else to_array(value)
+    if array.shape != column.shape:
+        raise SchemaError(
+            f"{show_key(key)} came with shape {array.shape}, expected {column.shape}"
+        )
+    if array.dtype is not column.dtype:
+        array = _cast(array, column.dtype, key)
+    column[...] = array
+
+
+def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
+    if np.can_cast(array.dtype, dtype, "same_kind"):
+        if not (np.abs(array) <= _EXACT.get(dtype, 127)).all():
+            given, expected = (
+                tensors_of(array.reshape(-1), *key),
+                torch.from_numpy(np.empty(0, dtype)).dtype,
+            )
+            refuse_rounding(key, given, expected, _WIDER.format(show_key(key)))
+        return array
+    if array.dtype.kind in "biuf":
+        with np.errstate(invalid="ignore"):  # NaN has no integer value
+            cast = array.astype(dtype)
+        if np.array_equal(cast, array):
+            return cast
+    raise SchemaError(
+        f"{show_key(key)} came as {array.dtype}, expected {dtype}: cast it first"
+    )
+
+
+def fill_parts_(
+    columns: Mapping[Key, np.ndarray], paths: Paths, value: object, at: Any = ...
+) -> None:
+    """Copy the parts of an observation or action into the elements ``at`` of their
+    columns."""
+    for key, path in paths:
+        fill_(columns[key][at], part_of(value, path), key)

@@ -1,0 +1,76 @@
+"""A time step in NumPy arrays, from which a compiled write copies the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.schema import SchemaError, show_key, walk
+
+
+class StagedStep:
+    """One time step, whose memory is filled again before each write.
+
+    The arrays are never replaced, so that their addresses stay valid as long as this
+    object. A copy, also by pickling, has arrays of its own.
+
+    Args:
+        columns: a contiguous array ``[E, *shape]`` for each leaf of the rows.
+        is_flat: whether the rows are ``[T]``; E is 1 then.
+    """
+
+    def __init__(
+        self, columns: Mapping[tuple[str, ...], np.ndarray], is_flat: bool
+    ) -> None:
+        self.columns, self.is_flat = dict(columns), is_flat
+        self.size = len(next(iter(self.columns.values())))
+        #: The step over the same memory as :meth:`ReplayBuffer.add` takes it.
+        self.rows = self._as_rows()
+
+    @classmethod
+    def like(cls, schema: TensorDict, is_flat: bool) -> StagedStep:
+        """Return a step of zeros, with the keys, dtypes and shapes of ``schema``,
+        ``[E]``.
+
+        Raises:
+            SchemaError: NumPy lacks a dtype, such as bfloat16.
+        """
+        columns = {}
+        for key, value in walk(schema):
+            try:
+                dtype = torch.empty(0, dtype=value.dtype).numpy().dtype
+            except TypeError as error:
+                raise SchemaError(
+                    f"{show_key(key)} is {value.dtype}, which NumPy lacks: write TensorDicts, with add"
+                ) from error
+            columns[key] = np.zeros(value.shape, dtype)
+        return cls(columns, is_flat)
+
+    def _as_rows(self) -> TensorDict:
+        rows = TensorDict({}, [] if self.is_flat else [self.size], device="cpu")
+        for key, column in self.columns.items():
+            rows.set(key, torch.from_numpy(column[0, ...] if self.is_flat else column))
+        return rows
+
+    def addresses_in(self, layout: RowLayout) -> list[int] | None:
+        """Return the address of each leaf of ``layout``, in their order; None if the
+        rows have other keys, dtypes or shapes."""
+        if self.columns.keys() != layout.places.keys():
+            return None
+        for leaf in layout.leaves:
+            value = self.rows.get(leaf.key)
+            shape = leaf.shape if self.is_flat else (self.size, *leaf.shape)
+            if value.dtype is not leaf.dtype or value.shape != torch.Size(shape):
+                return None
+        return [self.columns[leaf.key].ctypes.data for leaf in layout.leaves]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"columns": self.columns, "is_flat": self.is_flat}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
