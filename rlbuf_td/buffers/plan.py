@@ -17,6 +17,7 @@ made. The caller holds the storage's lock.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -53,6 +54,9 @@ class Plan(ABC):
     not, "" if it does."""
 
     is_busy = False  # a reward_fn that samples the buffer must not use the same memory
+    # whether `sample` returns its batches as they are, while there are no transforms
+    is_final = False
+    transforms: Collection[Any] = ()  # the buffer's own
 
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
         self.storage, self.sampler, self.reason = storage, sampler, reason
@@ -175,6 +179,7 @@ class _Memory(NamedTuple):
     # for the drawn rows, ``[B]``; None: they are the index of a batch
     rows: Tensor | None
     scratch: Tensor  # for random numbers, ``[B]`` float64
+    kernel: Any  # gathers the rows; None: the reading does more
 
 
 class CompiledPlan(Plan):
@@ -241,7 +246,16 @@ class CompiledPlan(Plan):
             )
         cells = live[0] if live[1] else self.without_holes(flat)
         if self.is_direct:
-            if not memory.reading.fill(slot, flat, cells, 0, self.count):
+            # the kernel alone, where `fill` would only call it
+            kernel, address = memory.kernel, memory.reading.address
+            is_filled = (
+                memory.reading.fill(slot, flat, cells, 0, self.count)
+                if kernel is None
+                else kernel(
+                    address, flat.data_ptr(), slot.targets, cells, 0, self.count
+                )
+            )
+            if not is_filled:
                 refuse_unwritten(flat, self.storage)
             return slot.batch, slot.report
         self.is_busy = True
@@ -307,9 +321,8 @@ class CompiledPlan(Plan):
             if reading.lanes or reading.window > 1
             else None
         )
-        return _Memory(
-            reading, slots, rows, torch.zeros(count, dtype=torch.float64, device="cpu")
-        )
+        scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
+        return _Memory(reading, slots, rows, scratch, reading.single_call(count))
 
 
 def plan_of(

@@ -764,14 +764,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
             size = self._batch_size if batch_size is None else batch_size
-            is_plain = include_info and not return_info
-            if (
-                is_plain
-                and type(size) is int
-                and size in self.plans
-                and self._returns_as_drawn
-            ):
-                return self._draw(size, is_returned=True)[0]
+            if type(size) is int and include_info and not return_info:
+                plan = self.plans.get(size)
+                if plan is not None and plan.is_final and not plan.transforms:
+                    return self._draw(size, is_returned=True)[0]
             return self._sample_now(batch_size, return_info, include_info)
         with self._permission(
             batch_size or self._batch_size, wait, timeout, cancel_event
@@ -1019,6 +1015,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             plan: Plan = GeneralPlan(parts.storage, parts.sampler, *given)
         else:
             plan = plan_of(parts.storage, parts.sampler, size)
+        plan.is_final = self._returns_as_drawn
+        plan.transforms = torchrl_parts.modules_of(parts.transforms)
         if len(self._storage):  # the first write can change the plan
             if len(self.plans) == _MOST_SIZES:
                 self.plans.clear()

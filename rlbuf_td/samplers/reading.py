@@ -194,6 +194,13 @@ class Reading:
         """
         return self.fill(slot, flat, live, 0, self.size)
 
+    def single_call(self, count: int) -> Any:
+        """Return the loop that fills a batch of ``count`` rows in one call; None if
+        :meth:`fill` does more."""
+        is_small = count * self.row_bytes < LARGE
+        does_more = self.rows.is_mapped or self.observations
+        return self.kernel if is_small and not does_more else None
+
     def fill(
         self, slot: BatchSlot, flat: Tensor, live: int, begin: int, end: int
     ) -> bool:
