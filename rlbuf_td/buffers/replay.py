@@ -1830,7 +1830,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         by_coordinates = parts.storage.ndim > 1
         if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
             index = index.flatten(0, -2) if by_coordinates else index.flatten()
-        with self._locked():
+        with parts.storage.lock:
             parts.prioritized.update_priority(index, priority, storage=parts.storage)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:

@@ -156,6 +156,9 @@ class Priorities:
         self._largest_on_device: Tensor | None = None
         # recognizes tensors like those of the last update
         self._inputs = HostTensors([])
+        # of these tensors: the number of TD errors, whether the index has coordinates,
+        # and whether TD errors are float64
+        self._kind = 0, False, False
         # what compiled code reads; see `record_at`
         self._record: tuple[Any, ...] = (), None, 0
         rule.table = rule.make(capacity, self.device)
@@ -228,7 +231,9 @@ class Priorities:
             storage.max_size > self.capacity or self.serves._storage() is not storage
         ):
             self.move_to(storage)
-        self.rule.refresh_weights()
+        rule, settings = self.rule, self.settings.values
+        if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
+            rule.refresh_weights()
         rows, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
         if counts and storage is not None:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
@@ -259,16 +264,17 @@ class Priorities:
                 self.keep(given[0], None if counts else storage)
                 return stale
             self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
+            size, is_double = given[1].numel(), given[1].dtype is torch.float64
+            self._kind = size, given[0].numel() > size, is_double
             addresses = [*map(address_of, given)]
         # there are two masks, or none
-        rule, stamp_at = self.rule, addresses[2] if len(given) % 2 else 0
+        stamp_at = addresses[2] if len(given) % 2 else 0
         of_windows = (
             (0, 0, 1, 1.0)
             if windows is None
             else (*addresses[-2:], windows.length, windows.eta)
         )
-        size = given[1].numel()
-        kinds = given[0].numel() > size, given[1].dtype is torch.float64
+        size, *kinds = self._kind
         updates = (
             *addresses[:2],
             stamp_at,
