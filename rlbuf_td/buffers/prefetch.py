@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages.indexing import Info, device_of
 from rlbuf_td.storages.listeners import WeakReference
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.torchrl_parts import generator_of
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Prefetcher:
         replaced."""
         self._drawn_from = ()
 
+    @defer_sigint
     def take_back(self) -> None:
         """Drop all batches; a sampler that hands out each row once hands out their rows
         again."""

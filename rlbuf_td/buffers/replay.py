@@ -858,8 +858,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _count_returned(self, rows: int) -> None:
         """Count a batch for :meth:`stats`; the caller holds the lock."""
         counts = self.returned.values
-        counts[0] += 1
-        counts[1] += rows
+        counts[:] = counts[0] + 1, counts[1] + rows  # both, or none
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether :meth:`sample` can return a batch now.
@@ -997,9 +996,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             batch, report = plan.sample(size)
             self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
             if is_returned:
-                counts = self.returned.values
-                counts[0] += 1
-                counts[1] += batch.batch_size[0]
+                self._count_returned(batch.batch_size[0])
         return batch, report
 
     @property
@@ -1666,7 +1663,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         written."""
         parts, storage, dims = self.parts, self.storage, batch.ndim
         inner = inner_dims(storage, dims)
-        with storage.lock:
+        with storage.lock, defer_sigint:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
             stamp = first_of_row(stamp, dims, inner).to(storage.device)
             flat = storage.skip_stale(flat, stamp)[0]
@@ -1716,7 +1713,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 f"{self.dim_extend}): use rb[key] = value, or rb.storage.edit(change, index), which takes [T, E]"
             )
         self._refuse_rounding({key: value})
-        self.storage.edit(lambda data: setitem(data[key], ..., value), index)  # pyrefly: ignore [no-matching-overload]
+        with defer_sigint:
+            self.storage.edit(lambda data: setitem(data[key], ..., value), index)  # pyrefly: ignore [no-matching-overload]
         return self
 
     def set_(self, *_: object, **__: object) -> NoReturn:
@@ -1737,9 +1735,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         self._refuse_shut_down()
         if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
-            self.storage.edit_all(
-                lambda data: data.transpose(self.dim_extend, 0).set_(index, value)
-            )
+            with defer_sigint:
+                self.storage.edit_all(
+                    lambda data: data.transpose(self.dim_extend, 0).set_(index, value)
+                )
         else:
             super().__setitem__(index, value)
 
@@ -1794,15 +1793,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
         """
         with self._fully_locked(), defer_sigint:
-            # first: without rows, whatever else is left is known to be old
+            # This tells all buffers, also this one. First, because without rows, whatever
+            # else is left is known to be old.
             torchrl_parts.empty_part(self._storage)
-            super().empty(empty_write_count)
-            for other in torchrl_parts.listeners_of(self._storage):
-                if isinstance(other, TensorDictReplayBuffer) and other is not self:
-                    torchrl_parts.empty_part(other.sampler)
-                    torchrl_parts.restart_writer(other.writer)
-            if self.flow is not None:
-                self.flow.restart(0)
+            self._writer._empty(empty_write_count=empty_write_count)
+
+    def _rows_replaced(self, *, are_loaded: bool) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
+        rows = row_count(self._storage)
+        if self.flow is not None:
+            self.flow.restart(rows)
+        if are_loaded and self.episode_stats is not None:
+            self.episode_stats.forget_open()
 
     # -- priorities
 
@@ -2166,12 +2168,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         # before the other locks are taken: prefetching threads need them
         self.synchronize()
         with self._fully_locked():  # no thread sees a mixture of two states
-            self._storage.examine(state_dict["_storage"])
-            restore(
-                self,
-                state_dict,
-                lambda: self._storage.load_state_dict(state_dict["_storage"]),
-            )
+            put = self._storage.prepare_load(state_dict["_storage"])
+            restore(self, state_dict, put)
 
     # -- processes and threads
 
@@ -2351,7 +2349,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         refuse_unordered(self.sampler, self.writer, storage)
         refuse_stored(self.sampler, storage)
         self._refuse_second_priorities(storage, self.sampler)
-        with self._fully_locked():
+        with self._fully_locked(), defer_sigint:
             torchrl_parts.replace_storage(self._writer, storage)
             previous = super().set_storage(storage, collate_fn)
             storage.attach(self)
@@ -2374,7 +2372,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.writer, self.storage)
-        with self._fully_locked():
+        with self._fully_locked(), defer_sigint:
             previous, rng = (
                 super().set_sampler(sampler),
                 torchrl_parts.generator_of(sampler),
@@ -2394,7 +2392,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         after the newest row."""
         self._refuse_if_shared("writer")
         refuse_unordered(self.sampler, writer, self.storage)
-        with self._replay_lock:
+        with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)
             previous = super().set_writer(writer)

@@ -72,7 +72,7 @@ def import_torchrl(
         new.storage.lose_order()
     _set_priorities(new, cells, priorities)
     if is_folder:
-        new.storage.end_trajectories()
+        new.storage.end_load(but=new)
     return new
 
 

@@ -20,6 +20,7 @@ from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, reading, wri
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of
 from rlbuf_td.storages.indexing import row_count, written_rows
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
@@ -76,7 +77,7 @@ def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
                     each.verify()
         with rb._fully_locked():
             put = (
-                partial(empty_part, rb.storage)
+                rb.storage.remove_rows
                 if rows is None
                 else partial(rows.put, rows.read())
             )
@@ -243,6 +244,7 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
         _generator(*state["_rng"])
 
 
+@defer_sigint
 def restore(
     rb: ReplayBuffer,
     state: State,
@@ -327,10 +329,9 @@ def _restore_settings(sampler: Any, state: State, undo: ExitStack) -> None:
 
 
 def _end_loaded(rb: ReplayBuffer) -> None:
-    """After a load, end the unfinished trajectories that have ids, and those of the
-    statistics."""
-    if isinstance(rb.storage, PackedStorage):
-        rb.storage.end_trajectories()  # new collectors use the same ids again
+    """After a load, tell the other buffers over the storage, and end the unfinished
+    trajectories that have ids, also those of the statistics."""
+    rb.storage.end_load(but=rb)
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
     # all loaded rows have their priorities

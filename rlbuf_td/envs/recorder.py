@@ -66,8 +66,9 @@ class TrajectoryNumbers(Attached, Listener):
             numbers[_NEXT], numbers[_HAS_READ] = first + count, 1
         return np.arange(first, first + count)
 
-    def _rows_loaded(self) -> None:
-        self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
+    def _rows_replaced(self, *, are_loaded: bool) -> None:
+        if are_loaded:
+            self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
 
     def share_memory_(self) -> None:
         self._numbers.share_memory_()

@@ -20,6 +20,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages.checks import OUT_OF_ORDER, State, require_packed, state_of
 from rlbuf_td.storages.indexing import Info, moved, stored_rows
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
 
@@ -58,8 +59,10 @@ class Setting:
             raise AttributeError(
                 f"{self._name} is fixed when a {type(part).__name__} is created: create another one"
             )
-        part.__dict__[self._name] = self._check(self._name, value)
-        part.settings_changed()
+        checked = self._check(self._name, value)
+        with defer_sigint:
+            part.__dict__[self._name] = checked
+            part.settings_changed()
 
 
 def setting(check: Callable[[str, object], object], *, is_fixed: bool = False) -> Any:
@@ -111,6 +114,7 @@ class StatefulSampler(Sampler):
         """Return a copy of the state, without the random generator."""
         return _copy_of(self.snapshot())
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a
         setting is out of range."""

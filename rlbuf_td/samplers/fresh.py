@@ -18,6 +18,7 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import State, state_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY
 from rlbuf_td.storages.indexing import Info, refuse_unwritten
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.ring import Ring
 
 
@@ -344,6 +345,7 @@ class FreshRowsSampler(SamplerWrapper):
             "undrawn": torch.from_numpy(self.queue.waiting().copy())
         }
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a result of :meth:`state_dict`. The storage must be loaded before the
         next draw or write.

@@ -14,6 +14,7 @@ from rlbuf_td.samplers.common import EMPTY, OneStorage, permutation, setting
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.checks import State, state_of, whole
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
+from rlbuf_td.storages.lock import defer_sigint
 
 _PROGRESS = "begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_batches"
 
@@ -133,18 +134,31 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             self._position,
             count // batch_size if self.drop_last else -(-count // batch_size),
         )
-        self._position = stop = min(start + batch_size, count)
+        stop = min(start + batch_size, count)
+        following, position, epoch = order, stop, self._epoch
         ends = stop == count or (self.drop_last and count - stop < batch_size)
         if ends:
             # Draw the next order now: the generator then has the same state as with
             # TorchRL's class.
-            self._order, self._position = self._new_order(count, storage), 0
-            self._epoch = (self._epoch + 1) % self.epochs
-        self._ran_out = ends and self._epoch == 0
-        drawn = self._epoch * per_epoch - (-self._position // batch_size)
+            following, position = self._new_order(count, storage), 0
+            epoch = (epoch + 1) % self.epochs
+        ran_out = ends and epoch == 0
+        drawn = epoch * per_epoch - (-position // batch_size)
         # TorchRL's prefetching threads do not draw beyond this number of batches.
-        self._remaining_batches = (
-            0 if self._ran_out else self.epochs * per_epoch - drawn
+        remaining = 0 if ran_out else self.epochs * per_epoch - drawn
+        # in one statement: an interrupted draw has not begun, or is over
+        (
+            self._order,
+            self._position,
+            self._epoch,
+            self._ran_out,
+            self._remaining_batches,
+        ) = (
+            following,
+            position,
+            epoch,
+            ran_out,
+            remaining,
         )
         return order[start:stop].clone()
 
@@ -214,6 +228,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             "in_pass": self._in_pass,
         }
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. ValueError if the saved order or position is
         invalid; nothing changes then."""

@@ -30,6 +30,7 @@ from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import Ring, refuse_stamps
 
@@ -369,13 +370,14 @@ class Priorities:
     def _update_with_torch(
         self, flat: Tensor, td_error: Tensor, rows: int, counts: bool
     ) -> None:
-        largest = self.rule.update_(flat, self.rule.floored(td_error), rows)
-        if type(largest) is float and largest == REFUSED:
-            refuse_priorities(flat, td_error, rows)
-        if counts and isinstance(largest, Tensor):
-            self.largest = largest.clamp(min=self.largest)
-        elif counts:
-            self.largest = max(largest, self.largest)
+        with defer_sigint:
+            largest = self.rule.update_(flat, self.rule.floored(td_error), rows)
+            if type(largest) is float and largest == REFUSED:
+                refuse_priorities(flat, td_error, rows)
+            if counts and isinstance(largest, Tensor):
+                self.largest = largest.clamp(min=self.largest)
+            elif counts:
+                self.largest = max(largest, self.largest)
 
     def enter(self, index: object, storage: Storage | None) -> None:
         initial = self.initial
@@ -483,6 +485,7 @@ class Priorities:
         if self.file is not None:
             self.keep(flat_rows(index, storage, self.device), storage)
 
+    @defer_sigint
     def recover(self, storage: Storage, new: Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         if not row_count(storage):
@@ -517,10 +520,12 @@ class Priorities:
                 f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer"
             )
         magnitude = self.rule.table.magnitude[: self.capacity].to(device)
-        self.device, self.capacity = device, capacity
-        self.rule.table = self.rule.make(capacity, device)
-        self.rule.restore_(magnitude)
+        table = self.rule.make(capacity, device)
+        with defer_sigint:
+            self.device, self.capacity, self.rule.table = device, capacity, table
+            self.rule.restore_(magnitude)
 
+    @defer_sigint
     def clear(self) -> None:
         self.serves.release()
         self.largest = -1.0
@@ -555,11 +560,12 @@ class Priorities:
             self.rule.table if self.is_shared else self.rule.make(capacity, self.device)
         )
         refuse_magnitude(magnitude, capacity)
-        self.rule.table, self.capacity = table, capacity
-        self.settings[ALPHA], self.settings[BETA] = alpha, beta
-        self.largest = largest
-        self.rule.restore_(magnitude.to(self.device))
-        self.keep(slice(0, None))
+        with defer_sigint:
+            self.rule.table, self.capacity = table, capacity
+            self.settings[ALPHA], self.settings[BETA] = alpha, beta
+            self.largest = largest
+            self.rule.restore_(magnitude.to(self.device))
+            self.keep(slice(0, None))
 
     def share_memory_(self) -> None:
         if not self.is_shared:

@@ -21,6 +21,7 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
 from rlbuf_td.storages.listeners import Recovers
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -259,6 +260,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             "magnitude": magnitude,
         }
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the
         state is invalid."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from math import nan
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import State, exponent
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 
 
@@ -101,16 +103,18 @@ class ProportionalRule(PriorityRule):
     def refresh_weights(self, anew: bool = False) -> None:
         settings = self.settings.values
         if anew or settings[ALPHA] != settings[WEIGHED]:
-            # first: if the process then dies, the repair uses the new alpha
-            settings[WEIGHED] = settings[ALPHA]
-            sum_tree.reweigh_(self.table, settings[WEIGHED], self.eps)
+            alpha = settings[ALPHA]
+            # until the work is done: after an interrupt, the next use does it again
+            settings[WEIGHED] = nan
+            sum_tree.reweigh_(self.table, alpha, self.eps)
+            settings[WEIGHED] = alpha
 
     def check(self) -> None:
         self.refresh_weights()
         self.table.check(self.settings[ALPHA], self.eps)
 
     def restore_(self, magnitude: Tensor) -> None:
-        self.settings[WEIGHED] = float("nan")  # the next use of weights recomputes them
+        self.settings[WEIGHED] = nan  # the next use of weights recomputes them
         self.table.magnitude[: len(magnitude)] = magnitude
 
 
@@ -260,9 +264,10 @@ class ProportionalSampler(Prioritized):
         min_priority = exponent(
             "min_priority", state_dict.get("min_priority", self.min_priority)
         )
-        super().load_state_dict(state_dict)
-        self.rule.configure(eps, min_priority)
-        self.rule.refresh_weights()
+        with defer_sigint:
+            super().load_state_dict(state_dict)
+            self.rule.configure(eps, min_priority)
+            self.rule.refresh_weights()
 
     def _from_torchrl(self, state: State) -> State:
         saved, largest = read_torchrl_priorities(state)

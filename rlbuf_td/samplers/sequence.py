@@ -51,6 +51,7 @@ from rlbuf_td.storages.indexing import (
     written_rows,
 )
 from rlbuf_td.storages.keys import as_tuple
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -667,6 +668,7 @@ class SequenceSampler(SamplerWrapper):
         learned[:, : self.burn_in].fill_(False)
         return learned
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         super().load_state_dict(state_dict)

@@ -34,6 +34,7 @@ from rlbuf_td.storages.indexing import (
     refuse_unwritten,
 )
 from rlbuf_td.storages.keys import as_tuple
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
 
@@ -333,6 +334,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
         return {"sampler": inner(), "settings": self._settings()}
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the
         state is invalid."""

@@ -76,8 +76,12 @@ class Listener:
     def _order_lost(self) -> None:
         """Take note that rows have been written out of time order."""
 
-    def _rows_loaded(self) -> None:
-        """Take note that the rows have been replaced by those of a state."""
+    def _rows_replaced(self, *, are_loaded: bool) -> None:
+        """Take note that the rows are others now: those of a state that has been loaded
+        (``are_loaded``), or none.
+
+        :meth:`PackedStorage.tell_replaced` calls this method.
+        """
 
     def _rows_restored(self) -> None:
         """Connect to the restored storage, after a copy or unpickling."""

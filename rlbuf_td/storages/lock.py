@@ -124,8 +124,12 @@ class ProcessLock:
 
 
 class _DeferSigint(ContextDecorator):
-    """Delays Ctrl-C until the end of a call that changes several parts of a buffer; a
-    write needs no such delay."""
+    """Delays Ctrl-C until the end of a call that changes several things: then all of
+    them have changed, or none.
+
+    A write needs no such delay, because it is published. What takes long, such as
+    reading a dump, comes before.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -138,24 +142,25 @@ class _DeferSigint(ContextDecorator):
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        if not self._depth and callable(getsignal(SIGINT)):
-            self._handler = signal(SIGINT, self._note)
+        if not self._depth:
+            self._came = None
+            if callable(getsignal(SIGINT)):
+                self._handler = signal(SIGINT, self._note)
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
         self._depth -= 1
-        if not self._depth and self._handler is not None:
-            signal(SIGINT, self._handler)
-            handler, came, self._handler, self._came = (
-                self._handler,
-                self._came,
-                None,
-                None,
-            )
-            if came is not None:
-                handler(*came)
+        if self._depth or self._handler is None:
+            return
+        handler, self._handler = self._handler, None
+        # From here on, a signal raises at once, and `came` may stay: the next call
+        # forgets it.
+        signal(SIGINT, handler)
+        came = self._came
+        if came is not None:
+            handler(*came)
 
 
 defer_sigint = _DeferSigint()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import LazyTensorStorage
+from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 
 from rlbuf_td.kernels.dispatch import (
     backend_of,
@@ -41,11 +41,11 @@ from rlbuf_td.storages.episodes import (
     Episodes,
     refuse_inner,
 )
-from rlbuf_td.storages.indexing import coordinates, flat_rows
+from rlbuf_td.storages.indexing import coordinates, flat_rows, written_rows
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Listeners, Recovers, Then
-from rlbuf_td.storages.lock import ProcessLock
+from rlbuf_td.storages.listeners import Listener, Listeners, Recovers, Then
+from rlbuf_td.storages.lock import ProcessLock, defer_sigint
 from rlbuf_td.storages.memory import (
     ROWS_FILE,
     HeadFile,
@@ -70,7 +70,7 @@ from rlbuf_td.storages.schema import (
     refuse_unfit,
     show_key,
 )
-from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of
+from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, take_other_rows
 from rlbuf_td.storages.write_plan import (
     CompiledWrites,
     Record,
@@ -456,7 +456,7 @@ class PackedStorage(LazyTensorStorage):
                     f"{self.episode_keys.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
                     "for all samplers and indices over a storage"
                 )
-            with self.lock:
+            with self.lock, defer_sigint:
                 self.episode_keys, self.episodes = keys, None
                 if self.rows is not None:
                     self.find_episodes()
@@ -1025,7 +1025,7 @@ class PackedStorage(LazyTensorStorage):
         self._refuse_shared(self.deduplicated)
         self.refuse_holes(cells.reshape(-1))
         leaves = rows.layout.collect(data, cells.shape)
-        with self._editing():
+        with defer_sigint, self._editing():
             rows.replace_(cells, leaves)
 
     def _refuse_shared(self, keys: Iterable[tuple[str, ...]]) -> None:
@@ -1045,6 +1045,8 @@ class PackedStorage(LazyTensorStorage):
         """Edit rows in a ``with`` block: what is derived from them is then computed
         again."""
         self._enter()
+        # also before: an interrupt may come at any line
+        self._bump_mutation_revision()
         try:
             yield
         finally:
@@ -1052,7 +1054,8 @@ class PackedStorage(LazyTensorStorage):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if is_key(index):
-            self.edit_all(lambda data: data.set_(index, value))
+            with defer_sigint:
+                self.edit_all(lambda data: data.set_(index, value))
         else:
             self.set(index, value, set_cursor=False)
 
@@ -1097,7 +1100,7 @@ class PackedStorage(LazyTensorStorage):
                     flat[~holes],
                     [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves],
                 )
-            with self._editing():
+            with defer_sigint, self._editing():
                 rows.replace_(cells, leaves)
 
     def edit_all(self, change: Callable[[TensorDictBase], object]) -> None:
@@ -1138,8 +1141,9 @@ class PackedStorage(LazyTensorStorage):
                 torch.from_numpy(numbers).to(cells.device),
                 rows.unpack(rows.matrix),
             )
-            for key, leaf in zip(values, leaves, strict=True):
-                columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
+            with defer_sigint:
+                for key, leaf in zip(values, leaves, strict=True):
+                    columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
 
     # -- allocating rows
 
@@ -1170,9 +1174,10 @@ class PackedStorage(LazyTensorStorage):
             )
         if "index" in schema.keys():
             refuse_index()
-        self._fix_rows(schema, self.ndim - 1)
-        # otherwise other processes may use these rows
-        self.is_reserved = self.shared_rows is None
+        with defer_sigint:
+            self._fix_rows(schema, self.ndim - 1)
+            # otherwise other processes may use these rows
+            self.is_reserved = self.shared_rows is None
 
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
         """Raise a SchemaError unless the rows that an earlier process has left have the
@@ -1294,7 +1299,8 @@ class PackedStorage(LazyTensorStorage):
                 if data.device is None or data.device.type == "meta"
                 else data.device
             )
-            self.adopt(self.make_rows(layout, lanes, device, dedup))
+            with defer_sigint:
+                self.adopt(self.make_rows(layout, lanes, device, dedup))
         self.is_reserved = False
 
     def refuse_layout(self, layout: RowLayout) -> None:
@@ -1421,6 +1427,7 @@ class PackedStorage(LazyTensorStorage):
             "row. rlbuf_td.plan(...) shows the memory of every key."
         )
 
+    @defer_sigint
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL
         reads."""
@@ -1465,11 +1472,12 @@ class PackedStorage(LazyTensorStorage):
         Later reads and writes raise a RuntimeError. Views of the rows that were made
         before stay valid.
         """
-        with self.lock:
-            shared, self.is_closed = self.shared_rows, True
-            self._begin()
-        if shared is not None:
-            shared.close()
+        with defer_sigint:
+            with self.lock:
+                shared, self.is_closed = self.shared_rows, True
+                self._begin()
+            if shared is not None:
+                shared.close()
 
     def refuse_closed(self) -> None:
         """Raise a RuntimeError if :meth:`close` has released the rows."""
@@ -1503,6 +1511,12 @@ class PackedStorage(LazyTensorStorage):
         return self.steps_for(data.batch_size[1 - single : self.ndim - single])
 
     def _empty(self) -> None:
+        with self.lock, defer_sigint:
+            self.remove_rows()
+            self.tell_replaced(are_loaded=False)
+
+    def remove_rows(self) -> None:
+        """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
         if self.episodes is not None:
             self.episodes.catch_up()
         self.ring.empty()
@@ -1510,6 +1524,23 @@ class PackedStorage(LazyTensorStorage):
             self.rows.forget()
         self.row_class = None
         self._ring.numbers[REVISION] += 1
+
+    def tell_replaced(self, *, are_loaded: bool, but: object = None) -> None:
+        """Tell all that are attached to this storage that its rows are others now: none,
+        or those of a state (``are_loaded``).
+
+        Whatever removes all rows calls this method, at its end. Buffers then treat the
+        rows as new ones: they get the default priority, epochs begin anew, and all rows
+        are fresh. ``but`` is a buffer that loads the state of its parts itself.
+        """
+        cells = written_rows(self)
+        for each in listeners_of(self):
+            if each is but:
+                continue
+            if isinstance(each, ReplayBuffer):
+                take_other_rows(each, self, cells)
+            if isinstance(each, Listener):
+                each._rows_replaced(are_loaded=are_loaded)
 
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and
@@ -1632,8 +1663,10 @@ class PackedStorage(LazyTensorStorage):
     def load_state_dict(self, state_dict: State) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
 
-        A load ends unfinished trajectories that have ids, because collectors made after
-        the load reuse the ids.
+        All buffers over this storage treat the rows as new ones, see
+        :meth:`tell_replaced`. A load ends unfinished trajectories that have ids, because
+        collectors made after the load reuse the ids. Ctrl-C during the load takes
+        effect before it or after it.
 
         Raises:
             SchemaError: the saved rows have other keys, dtypes or shapes; nothing has
@@ -1641,15 +1674,27 @@ class PackedStorage(LazyTensorStorage):
             ValueError: the capacity or lanes do not fit, a number is wrong, or the
                 state is of another kind of storage.
         """
-        self.load(state_dict)
-        self.end_trajectories()
+        with self.lock:
+            put = self.prepare_load(state_dict)
+            with defer_sigint:
+                put()
+                self.end_load()
 
     def load(self, content: State) -> None:
-        """Load a state as :meth:`load_state_dict` does; open trajectories go on."""
+        """Load a state as :meth:`load_state_dict` does, but tell nobody; open
+        trajectories go on."""
+        self.prepare_load(content)()
+
+    def prepare_load(self, content: State) -> Callable[[], Moves | None]:
+        """Check a state, and read what can be read before the rows are replaced; the
+        result replaces them.
+
+        The caller calls it and :meth:`end_load` within ``defer_sigint``.
+        """
         saved = self.examine(content)
         if saved is None:
-            return self._empty()
-        saved.put(saved.read())
+            return self.remove_rows
+        return partial(saved.put, saved.read())
 
     def load_newest(self, source: PackedStorage) -> Moves:
         """Replace the rows by the newest rows of ``source``, in RAM, that fit.
@@ -1659,7 +1704,7 @@ class PackedStorage(LazyTensorStorage):
         ``[n]`` each.
         """
         layout, dedup, device = source.all_rows().layout, source.dedup, source.device
-        self._empty()
+        self.remove_rows()
         if self.rows is not None and self.rows.layout != layout:
             self.release()
         if self.rows is None:
@@ -1776,14 +1821,17 @@ class PackedStorage(LazyTensorStorage):
         self._enter()
         self.ring.give_up()
 
-    def end_trajectories(self) -> None:
-        """After a load, end unfinished trajectories that have ids: new collectors and
-        recorders reuse the ids."""
+    def end_load(self, but: object = None) -> None:
+        """After the rows have been replaced by those of a state, tell all but one
+        buffer, see :meth:`tell_replaced`.
+
+        Unfinished trajectories that have ids end: new collectors and recorders reuse the
+        ids.
+        """
         if self.episodes is not None and self.episodes.id_key is not None:
             self.episodes.refresh()
             self.episodes.end()
-        for each in listeners_of(self).own():
-            each._rows_loaded()
+        self.tell_replaced(are_loaded=True, but=but)
 
     @property
     def checkpointer(self) -> None:

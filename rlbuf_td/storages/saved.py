@@ -13,6 +13,7 @@ from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.entries import refuse_foreign
 from rlbuf_td.storages.episodes import refuse_episodes
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.ring import refuse_ring
 from rlbuf_td.storages.schema import SchemaError
@@ -149,13 +150,15 @@ class SavedRows:
         if found is not None or not self.is_new:
             return found
         device = self.matrix.device if isinstance(self.matrix, torch.Tensor) else None
-        rows = storage.make_rows(self.layout, self.lanes, device, self.dedup)
-        if storage.scratch_dir is None:
-            take_pages(rows.first(self.matrix.shape[0]).matrix)
+        rows = None
         try:
+            with defer_sigint:
+                rows = storage.make_rows(self.layout, self.lanes, device, self.dedup)
+            if storage.scratch_dir is None:
+                take_pages(rows.first(self.matrix.shape[0]).matrix)
             rows.restore_(self.matrix, self.entries)
         except BaseException:
-            if storage.scratch_dir is not None:
+            if rows is not None and storage.scratch_dir is not None:
                 (storage.scratch_dir / ROWS_FILE).unlink()
             raise
         return rows

@@ -11,6 +11,8 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    ReplayBuffer,
     RoundRobinWriter,
     Storage,
     TensorDictReplayBuffer,
@@ -98,6 +100,18 @@ def set_cursor(
     writer._cursor = cursor
     if write_count is not None:
         writer._write_count = write_count
+
+
+def take_other_rows(buffer: ReplayBuffer, storage: Any, cells: torch.Tensor) -> None:
+    """Let the parts of a buffer forget the rows that a :class:`PackedStorage` had, and
+    take those in ``cells`` as new ones."""
+    sampler, writer = buffer._sampler, buffer._writer
+    empty_part(sampler)
+    restart_writer(writer)
+    if isinstance(writer, RoundRobinWriter):
+        set_cursor(writer, storage.ring.cursor if storage.ring.together else 0)
+    if len(cells) and isinstance(sampler, PrioritizedSampler):
+        sampler.mark_update(cells, storage=storage)
 
 
 def last_step(storage: Storage, steps: int) -> int:

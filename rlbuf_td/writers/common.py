@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.storages.checks import State, require_packed, saved_number, state_of
 from rlbuf_td.storages.listeners import Recovers
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             self._write_count = count
             raise
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a result of ``state_dict()``; ValueError, and no change, if a number
         is out of range."""

@@ -9,6 +9,7 @@ import torch
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages.checks import State, saved_number
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter
@@ -148,6 +149,7 @@ class QueueWriter(TimeWriter):
         super()._refuse_state(state)
         saved_number("count of taken rows", state["taken"], 0, state["_write_count"])
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change,
         if it is invalid."""

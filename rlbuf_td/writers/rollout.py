@@ -14,6 +14,7 @@ from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.checks import State, saved_number
 from rlbuf_td.storages.episodes import STALE
 from rlbuf_td.storages.keys import as_tuple, is_key, nested_key
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import MOST, TimeWriter
@@ -315,6 +316,7 @@ class RolloutWriter(TimeWriter):
                 f"the saved has_values is {state['has_values']!r}, expected True or False"
             )
 
+    @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change,
         if it is invalid."""

@@ -155,12 +155,12 @@ class SortedOrder:
         )
 
     def assign_(self, magnitude: Tensor) -> None:
-        self.magnitude[: len(magnitude)] = magnitude
         self._is_sorted = False
+        self.magnitude[: len(magnitude)] = magnitude
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int) -> Tensor:
-        _, _, largest, refused = write_magnitudes(self.magnitude, index, td_error, rows)
         self._is_sorted = False
+        _, _, largest, refused = write_magnitudes(self.magnitude, index, td_error, rows)
         self.refused.add_(refused)
         return largest
 
