@@ -1786,8 +1786,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Remove all rows and priorities, and keep the schema; flow control starts
         again.
 
-        Other buffers over the same storage then have no rows and priorities either, and
-        write from the first row on.
+        Other buffers over the same storage then have no rows and priorities either,
+        write from the first row on, and begin their epochs and flow control again.
 
         Args:
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
@@ -2134,6 +2134,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         saved counts if its settings are the same; otherwise the rows count as written,
         and as sampled as often as ``samples_per_insert`` asks.
 
+        Other buffers over the same storage treat the loaded rows as new ones: all get
+        the priority of new rows before any TD error, epochs begin anew, all rows are
+        fresh, and flow control counts them as written. Ctrl-C while files are read
+        leaves the buffer unchanged; while the state is replaced, it takes effect after
+        the load.
+
         Args:
             path: the folder of the dump.
             rows_only: load only the rows; the sampler treats these rows as newly
@@ -2154,7 +2160,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return capture(self, copies=True)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore the state of :meth:`state_dict`; flow control as in :meth:`loads`.
+        """Restore the state of :meth:`state_dict`; flow control, and other buffers over
+        the same storage, as in :meth:`loads`.
 
         Raises:
             ValueError: the state belongs to another class of storage, sampler or

@@ -47,8 +47,8 @@ class RowSampler(StatefulSampler):
       them. Pickling saves all attributes but the generator. After ``rb.share()``, each
       process has its own copy of them.
 
-    A subclass may override ``_empty()``, which is called when the buffer is emptied,
-    and ``mark_update(index, *, storage)``, which is called after each write to the rows
+    A subclass may override ``_empty()``, which is called when all rows are removed, or
+    replaced by those of a state that the buffer itself does not load, and ``mark_update(index, *, storage)``, which is called after each write to the rows
     ``index``, ``[n]``, or ``[n, ndim]`` with lanes.
 
     Raises:
