@@ -48,7 +48,8 @@ class RowSampler(StatefulSampler):
       process has its own copy of them.
 
     A subclass may override ``_empty()``, which is called when all rows are removed, or
-    replaced by those of a state that the buffer itself does not load, and ``mark_update(index, *, storage)``, which is called after each write to the rows
+    replaced by those of a state that the buffer itself does not load. It may override
+    ``mark_update(index, *, storage)``, which is called after each write to the rows
     ``index``, ``[n]``, or ``[n, ndim]`` with lanes.
 
     Raises:
