@@ -282,6 +282,9 @@ CHANGES: dict[str, Change] = {
     ),
     "storage[index] = ": Change(lambda w: w.rb.storage.__setitem__(3, steps(80, 1)[0])),
     "storage.edit": Change(lambda w: w.rb.storage.edit(edit, [1, 2])),
+    "storage.edit, all": Change(
+        lambda w: w.rb.storage.edit(lambda data: data["next", "done"].fill_(True))
+    ),
     "rb.sample": Change(lambda w: w.rb.sample(), ("minibatch", *PRIORITIZED), True),
 }
 
@@ -332,7 +335,9 @@ def test_an_interrupted_change_is_made_as_a_whole_or_not_at_all(
         if name == "rb.dumps":  # over an older dump
             shutil.rmtree(made.work, ignore_errors=True)
             shutil.copytree(made.folder / "dump", made.work)
-        return copy.deepcopy(made)
+        world = copy.deepcopy(made)
+        TrajectoryIndex(world.rb.storage).whole()  # edits of flags make it anew
+        return world
 
     allowed = [state_of(again())]
     after = again()

@@ -1045,8 +1045,6 @@ class PackedStorage(LazyTensorStorage):
         """Edit rows in a ``with`` block: what is derived from them is then computed
         again."""
         self._enter()
-        # also before: an interrupt may come at any line
-        self._bump_mutation_revision()
         try:
             yield
         finally:
