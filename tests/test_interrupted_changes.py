@@ -1,11 +1,10 @@
 """Ctrl-C at any line of a call that changes a buffer and is no write: the buffer is as
 before the call, or as after it.
 
-``CHANGES`` lists the calls. Each is interrupted at some of its lines in the package, in
-a copy of the same small buffer, and ``state_of`` says what must be as before or as
-after. Then the checks of all parts must pass, and the next calls must work. Writes have
-a test of their own, because they may lose the rows that they replace
-(``storages/test_interrupts.py``).
+``CHANGES`` lists the calls. Each is interrupted at some of its lines, in a copy of the
+same small buffer, and ``state_of`` says what must be as before or as after. Then the
+checks of all parts must pass, and the next calls must work. Writes have a test of their
+own, because they may lose the rows that they replace (``storages/test_interrupts.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchrl.data.replay_buffers
 from tensordict import TensorDict
 
 from rlbuf_td import (
@@ -39,9 +39,11 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.checkpoint import open_checkpoint
+from tests import test_lockstep
 from tests.test_lockstep import stopped
 
 ROWS = 9
+TORCHRL = str(Path(torchrl.data.replay_buffers.__file__).parent)
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "proportional": lambda: ProportionalSampler(ROWS, 0.7, 0.5),
     "rank": lambda: RankSampler(ROWS, 0.7, 0.5),
@@ -315,6 +317,7 @@ QUICK = [
     ("rb.set_sampler", "uniform", 97),
     ("alpha", "proportional", 7),
     ("rb.write_back", "proportional", 97),
+    ("rb.set_rng", "proportional", 1),
 ]
 
 
@@ -328,7 +331,10 @@ def test_an_interrupted_change_is_made_as_a_whole_or_not_at_all(
     every: int,
     handler: Any,
     worlds: Callable[[str], World],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # also at the lines of TorchRL's buffers, which some calls end in
+    monkeypatch.setattr(test_lockstep, "PACKAGE", (test_lockstep.PACKAGE, TORCHRL))
     made, call = worlds(sampler), CHANGES[name].call
 
     def again() -> World:

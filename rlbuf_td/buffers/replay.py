@@ -2407,6 +2407,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self._connect()
             return previous
 
+    @defer_sigint
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Let the buffer and all its parts draw from this generator; None: from torch's
+        default one."""
+        super().set_rng(generator)
+
     def _refuse_if_shared(self, part: str) -> None:
         if self.storage.shared_rows is not None:
             reason = "other processes would keep the old one. Set it before you share the buffer"
