@@ -2298,6 +2298,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         should not close it.
         """
         self.shutdown()
+        if self.prefetcher is not None:
+            with self._futures_lock:
+                self.prefetcher.drop()  # it refers to the rows
         parts = self.parts or self._initialize()
         listeners = torchrl_parts.listeners_of(parts.storage)
         if self in listeners:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, cast
+from weakref import ref
 
 import numpy as np
 import torch
@@ -206,7 +207,7 @@ class SequenceSampler(SamplerWrapper):
     boundary: Boundary = setting(one_of("pad", "shift", "strict"), is_fixed=True)
     stride: int | None = setting(optional(whole(1)), is_fixed=True)
     eta: float = setting(fraction)
-    # with ``stride``: the anchors, and of which trajectories
+    # with ``stride``: of which trajectories the anchors are, and the anchors
     _divided: tuple[Any, Tensor] | None = None
 
     def __init__(
@@ -427,7 +428,8 @@ class SequenceSampler(SamplerWrapper):
         If these have changed since the last call, the wrapped sampler restarts its
         epochs.
         """
-        seen = self.episodes_of(storage), storage.revision
+        # a weak reference: a buffer that is closed frees its rows
+        seen = ref(self.episodes_of(storage)), storage.revision
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
             found = torch.cat(

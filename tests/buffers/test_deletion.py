@@ -180,6 +180,27 @@ def test_a_storage_is_freed_with_its_last_buffer(name, tmp_path):
     assert [each() for each in left] == [None] * len(left)
 
 
+@pytest.mark.parametrize("name", USES)
+def test_close_frees_the_rows_although_the_buffers_live(name, tmp_path):
+    used = USES[name](tmp_path)
+    parts = used if isinstance(used, tuple) else (used,)
+    storages = storages_of(used)
+    left = [ref(storage.rows.flat) for storage in storages]
+    assert all(each() is not None for each in left)
+    for part in parts:
+        for each in getattr(part, "members", {"": part}).values():
+            getattr(each, "close", getattr(each, "shutdown", lambda: None))()
+    for storage in storages:  # of TorchRL's buffers, which have no `close`
+        storage.close()
+    # a thread may still transform a batch
+    for _ in range(500 * (name == "prefetching")):
+        time.sleep(0.01)
+        if not any(each() is not None for each in left):
+            break
+    assert [each() is None for each in left] == [True] * len(left)
+    del used, parts
+
+
 def test_a_reopened_folder_is_free_once_its_buffer_is_deleted(tmp_path):
     for count in (5, 10):
         rb = ReplayBuffer(
