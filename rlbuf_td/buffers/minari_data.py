@@ -96,7 +96,7 @@ def export_minari(
     try:
         for start in range(0, len(cells), at_once):
             rows = (
-                storage.get(coordinates(each, storage)).cpu()
+                storage.read(coordinates(each, storage)).cpu()
                 for each in cells[start : start + at_once]
             )
             episodes = [

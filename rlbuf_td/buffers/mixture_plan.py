@@ -220,6 +220,8 @@ class MixturePlan:
             begin + count,
         )
         with plan.storage.lock:
+            if plan.storage.has_estimates:
+                member._complete_rows()
             if member.parts is not parts or not plan.holds():
                 raise RuntimeError(_CHANGED.format(name))
             live, are_cells = numbered = plan.ring.numbered()

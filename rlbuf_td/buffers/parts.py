@@ -56,6 +56,8 @@ class Parts(NamedTuple):
     writes_directly: bool
     # which of the sampler's methods "add" and "extend" do something
     notices: frozenset[str]
+    # entries at the root of rows that the writer adds to data without them
+    added_names: frozenset[str]
 
     @classmethod
     def of(
@@ -99,6 +101,9 @@ class Parts(NamedTuple):
             ),
             notices=frozenset(
                 how for how in ("add", "extend") if has_own(sampler, how, *nothing)
+            ),
+            added_names=frozenset(
+                key[0] for key in getattr(writer, "added_keys", ()) if len(key) == 1
             ),
         )
 

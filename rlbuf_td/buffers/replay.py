@@ -990,6 +990,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         ``is_returned``: whether :meth:`sample` returns this batch.
         """
         with self._storage.lock:
+            if self._storage.has_estimates:
+                self._complete_rows()
             plan = self.plans.get(size)
             if plan is None or not plan.holds():
                 plan = self._plan(size)
@@ -998,6 +1000,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if is_returned:
                 self._count_returned(batch.batch_size[0])
         return batch, report
+
+    def _complete_rows(self) -> None:
+        """Compute what a writer adds to the rows, before they are drawn."""
+        self._storage.complete()
 
     @property
     def last_draw(self) -> LastDraw | None:
@@ -1388,11 +1394,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self._storage.rows,
             torchrl_parts.modules_of(self.parts.transforms),
         )
-        is_plain = (
-            type(data) is TensorDict
-            and rows is not None
-            and len(plain_entries(data)) == len(rows.layout.names)
-        )
+        is_plain = False
+        if type(data) is TensorDict and rows is not None:
+            given, names = plain_entries(data).keys(), rows.layout.names.keys()
+            added = self.parts.added_names
+            is_plain = len(given) == len(names)
+            if added and not is_plain:
+                is_plain = given <= names <= given | added
         if not is_plain or transforms:
             data = writing.without_report(data)
         if lanes is not None:
@@ -1438,9 +1446,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     parts.prioritized.reduction,
                 )
             if is_direct:
-                index = storage.advance(
+                index = writer.write(
                     data,
-                    writer.planned,
                     single=how == "add",
                     lanes=lanes,
                     lanes_first=time_dim == 1,
@@ -1470,6 +1477,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return False
         counts = self.flow is not None or self.episode_stats is not None
         if counts or self.lane_key is not None or not plan.tells_nobody:
+            return False
+        if type(parts.writer).write is not TimeWriter.write:
             return False
         own = type(self)
         if own.add is not ReplayBuffer.add or own.extend is not ReplayBuffer.extend:
@@ -1922,6 +1931,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             and self.storage.in_time_order
         ):
             with self._locked():
+                self._storage.complete()
                 data = self._storage.gather(
                     self._storage.ring.cells_by_age().to(self._storage.device)
                 )
@@ -1963,6 +1973,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.refuse_closed()
             if not len(storage):
                 raise RuntimeError("the buffer is empty: extend it first")
+            storage.complete()
             counts = ring.count if lane is None else ring.count[lane : lane + 1]
             least, most = int(counts.min()), int(counts.max())
             if n is None and least < most:

@@ -41,8 +41,11 @@ class RolloutBuffer(ReplayBuffer):
 
     ``for batch in rollout`` yields all minibatches of all epochs, and can be repeated.
     One or several writes fill a rollout; the next write begins a new rollout. Batches
-    hold the written entries, ``advantage``, ``value_target`` and ``state_value``. In
-    TorchRL, a ``GAE`` module computes advantages before the data is written to a
+    hold the written entries, ``advantage``, ``value_target`` and ``state_value``. The
+    first read of a complete rollout computes these three, with the value network as it
+    is then: a batch, a summary, ``rollout[...]``, in any process that shares the rows.
+    If the network or the estimator raises an error, so does the read, and the next read
+    tries again. In TorchRL, a ``GAE`` module computes advantages before the data is written to a
     buffer.
 
     **Recurrent policies.** With ``sequence_length=L``, batches are chunks of
@@ -94,7 +97,7 @@ class RolloutBuffer(ReplayBuffer):
         sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``,
             ``shuffle``, ``drop_last`` and ``sequence_length``.
         writer: used instead of a :class:`RolloutWriter` made from the arguments
-            ``gamma`` to ``group``.
+            ``gamma`` to ``group``, and ``partial``.
         **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``,
             ``prefetch``, ...
 
@@ -104,8 +107,8 @@ class RolloutBuffer(ReplayBuffer):
         TypeError: ``writer`` is not a :class:`RolloutWriter`, or ``value_network`` is
             no TensorDict module.
 
-    Cost: a copy of the rollout, one pass over it for the advantages, and a gather per
-    minibatch.
+    Cost: a copy of the rollout; at the first read, one pass over it for the advantages;
+    and a gather per minibatch.
 
     Example:
         >>> from tensordict import TensorDict
@@ -160,7 +163,7 @@ class RolloutBuffer(ReplayBuffer):
     ) -> None:
         _refuse_arguments(num_steps, num_envs, normalize_advantage, storage, writer)
         self.num_steps, self.num_envs = num_steps, num_envs
-        self.normalize_advantage, self.partial = normalize_advantage, partial
+        self.normalize_advantage = normalize_advantage
         self._summary: tuple[int, dict[str, float]] | None = None
         if storage is not None or storing_device is not None:
             device, kwargs["device"] = storing_device, device
@@ -178,6 +181,7 @@ class RolloutBuffer(ReplayBuffer):
             "estimator": estimator,
             "value_network": value_network,
             "group": group,
+            "partial": partial or None,
         }
         made: RolloutWriter = _part(
             "writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout
@@ -239,9 +243,8 @@ class RolloutBuffer(ReplayBuffer):
         """Write n time steps; return their index.
 
         The batch size is ``[E, n]`` as in collectors' batches, ``[n, E]`` with
-        ``dim_extend=0``, or ``[n]`` if ``num_envs`` is ``None``. The last step of the
-        rollout triggers the computation of advantages. ``update_priority`` has no
-        effect, and single ``lanes`` are refused.
+        ``dim_extend=0``, or ``[n]`` if ``num_envs`` is ``None``. ``update_priority``
+        has no effect, and single ``lanes`` are refused.
 
         Raises:
             ValueError: the shape is wrong, or fewer than n steps are left in the
@@ -261,6 +264,8 @@ class RolloutBuffer(ReplayBuffer):
     ) -> None:
         if not isinstance(data, TensorDictBase):
             refuse_other_data(how, data)
+        if data.batch_size == expected:
+            return
         got = tuple(data.batch_size)
         ids = (
             data.get(self._writer.estimator.trajectory_key, None)
@@ -303,7 +308,7 @@ class RolloutBuffer(ReplayBuffer):
         """
         self._initialize()
         sampler = getattr(self._sampler, "innermost", self._sampler)
-        self._require_estimates()
+        self._complete_rows()
         if not isinstance(sampler, MinibatchSampler):
             yield from super().__iter__()
             return
@@ -323,10 +328,6 @@ class RolloutBuffer(ReplayBuffer):
         ``normalize_advantage="minibatch"``."""
         return self.normalize_advantage != "minibatch" and super()._returns_as_drawn
 
-    def _draw(self, size: int, is_returned: bool = False) -> Sample:
-        self._require_estimates()
-        return super()._draw(size, is_returned)
-
     def _finish(self, batch: object, info: Info) -> Sample:
         batch, info = super()._finish(batch, info)
         if self.normalize_advantage == "minibatch":
@@ -339,11 +340,11 @@ class RolloutBuffer(ReplayBuffer):
             )
         return batch, info
 
-    def _require_estimates(self) -> None:
+    def _complete_rows(self) -> None:
+        """Compute the estimates; a RuntimeError if the rollout is incomplete and
+        :attr:`partial` is False."""
         writer = self._writer
-        if writer.is_estimated:
-            return
-        if not (self.partial and writer.steps):
+        if not writer.is_readable:
             hint = (
                 ", or pass partial=True to read the written steps"
                 if writer.steps
@@ -356,8 +357,14 @@ class RolloutBuffer(ReplayBuffer):
         writer.estimate()
 
     @property
+    def partial(self) -> bool:
+        """Whether an incomplete rollout may be read; the writer's setting."""
+        return self._writer.partial
+
+    @property
     def value_rows(self) -> int:
-        """Number of rows of this rollout for which the value network was evaluated."""
+        """Number of rows of this rollout for which the value network was evaluated; 0
+        before the first read."""
         return self._writer.value_rows
 
     def summary(self) -> dict[str, float]:
@@ -366,7 +373,7 @@ class RolloutBuffer(ReplayBuffer):
 
         Raises a RuntimeError if the rollout is incomplete and ``partial`` is False.
         """
-        self._require_estimates()
+        self._complete_rows()
         revision = self._storage.revision
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))

@@ -140,14 +140,15 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     values against targets.
 
     Args:
-        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose written steps all have
-            advantages.
+        rollout: a complete :class:`~rlbuf_td.RolloutBuffer`, or an incomplete one with
+            ``partial=True``.
 
     Returns:
         A figure with three panels.
 
     Raises:
-        RuntimeError: a step has no advantage, or ``rollout`` is not a rollout buffer.
+        RuntimeError: the rollout is not complete, or ``rollout`` is not a rollout
+            buffer.
 
     Cost: O(rows of the rollout).
 
@@ -161,7 +162,7 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
         3
     """
     writer = rollout.writer
-    if not isinstance(writer, RolloutWriter) or not writer.is_estimated:
+    if not isinstance(writer, RolloutWriter) or not writer.is_readable:
         raise RuntimeError("the rollout is not complete: it has no advantages to plot")
     data = rollout.storage.get(slice(None))
     keys = writer.value_key, writer.value_target_key, writer.advantage_key

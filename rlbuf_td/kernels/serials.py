@@ -10,10 +10,20 @@ TAIL, WRITTEN, ORDERED, FOLLOWING = range(4)
 # ``written`` before the write; and : the row with the serials up to which episodes have
 # been noted, where these are computed later (otherwise -1).
 AFTER, BEFORE, NOTED = 5, 10, 11
-#: The last words of the block: how often rows have changed; what a look-up of episodes
-# must do before, see : :mod:`rlbuf_td.storages.episodes`; how far a write has come; how
-# often rows have been published or given up; and this : number after the write.
-REVISION, EPISODES_DUE, DIRTY, PUBLICATION, NEXT_PUBLICATION = range(-5, 0)
+#: The last words of the block: on how many rows a writer called its value network; of
+# which `PUBLICATION` the rows have the estimates that this writer adds, see
+# :class:`~rlbuf_td.writers.RolloutWriter`; how often rows have changed; what a look-up
+# of episodes must do before, see :mod:`rlbuf_td.storages.episodes`; how far a write has
+# come; how often rows have been published or given up; and this number after the write.
+(
+    VALUE_ROWS,
+    ESTIMATED,
+    REVISION,
+    EPISODES_DUE,
+    DIRTY,
+    PUBLICATION,
+    NEXT_PUBLICATION,
+) = range(-7, 0)
 #: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are
 # live, but who is told of : them may not know; the generations of rows to be replaced
 # are -1, and these are copied.
@@ -22,4 +32,4 @@ IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
 
 def block_size(lanes: int) -> int:
     """Return how many numbers the block of a ring of ``lanes`` lanes has."""
-    return (NOTED + 1) * lanes - REVISION
+    return (NOTED + 1) * lanes - VALUE_ROWS

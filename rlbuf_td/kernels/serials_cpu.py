@@ -12,8 +12,8 @@ from rlbuf_td.kernels.serials import (
     NEXT_PUBLICATION,
     NOTED,
     PUBLICATION,
-    REVISION,
     TAIL,
+    VALUE_ROWS,
     WRITING,
     WRITTEN,
 )
@@ -28,7 +28,7 @@ def head_at(address, lanes):
 @inlined
 def block_at(address, lanes):
     """Return all numbers of a ring."""
-    return carray(pointer(address), (NOTED + 1) * lanes - REVISION, np.int64)
+    return carray(pointer(address), (NOTED + 1) * lanes - VALUE_ROWS, np.int64)
 
 
 @inlined

@@ -50,6 +50,15 @@ class Recovers:
         raise NotImplementedError
 
 
+class Completes:
+    """Base of writers that compute entries of rows when the rows are read."""
+
+    def complete(self, key: tuple[str, ...] | None) -> None:
+        """Compute what is missing before whole rows, or their entries at ``key``, are
+        read; the caller holds the storage's lock."""
+        raise NotImplementedError
+
+
 class Listener:
     """Base of the objects of this package that are attached to a storage: what the
     storage calls.

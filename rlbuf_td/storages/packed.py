@@ -42,9 +42,15 @@ from rlbuf_td.storages.episodes import (
     refuse_inner,
 )
 from rlbuf_td.storages.indexing import coordinates, flat_rows, written_rows
-from rlbuf_td.storages.keys import is_key
+from rlbuf_td.storages.keys import as_tuple, is_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Listener, Listeners, Recovers, Then
+from rlbuf_td.storages.listeners import (
+    Completes,
+    Listener,
+    Listeners,
+    Recovers,
+    Then,
+)
 from rlbuf_td.storages.lock import ProcessLock, defer_sigint
 from rlbuf_td.storages.memory import (
     ROWS_FILE,
@@ -238,6 +244,8 @@ class PackedStorage(LazyTensorStorage):
     episodes: Episodes | None = None  # of rows with flags or ids that end episodes
     episode_keys = EpisodeKeys()
     uses_episode_keys = False  # whether somebody looks up episodes by these keys
+    # whether a writer may compute entries when rows are read, see :meth:`complete`
+    has_estimates = False
     # how rows are written; None: the next write chooses
     write_plan: WritePlan | None = None
     # how often TorchRL's writers have written each position, if one of them counts this
@@ -667,8 +675,15 @@ class PackedStorage(LazyTensorStorage):
             IndexError: an index is outside the written rows. (On CUDA, index tensors
                 and lists are not checked.)
             KeyError: the key is not stored.
+
+        In a complete rollout of a :class:`~rlbuf_td.writers.RolloutWriter`, the first
+        read of whole rows, or of one of the keys that this writer adds, computes these
+        entries; errors of its estimator are raised here. Views that were made before
+        show NaN until then.
         """
         with self.lock:  # no row of a copy is half written
+            if self.has_estimates:  # saves a microsecond of all other reads
+                self.complete(as_tuple(index) if is_key(index) else None)
             found = self.read(index)
         return (
             found
@@ -678,7 +693,7 @@ class PackedStorage(LazyTensorStorage):
 
     def read(self, index: Any) -> Any:
         """Return the transitions at ``index`` as :meth:`get` does, but always as a
-        TensorDict, and without the lock."""
+        TensorDict, without the lock, and as they are."""
         rows = self.written_rows()
         if is_key(index):
             return rows.column((index,) if isinstance(index, str) else index)
@@ -708,8 +723,16 @@ class PackedStorage(LazyTensorStorage):
             self.refuse_holes(torch.arange(rows.steps, device=self.device)[index])
         return rows.at_region(index)
 
+    def complete(self, key: tuple[str, ...] | None = None) -> None:
+        """Let writers compute what they add to the rows, before all entries or those at
+        ``key`` are read; the caller holds the lock."""
+        for each in listeners_of(self):
+            for part in parts_of(each):
+                if isinstance(part, Completes):
+                    part.complete(key)
+
     def gather(self, flat: torch.Tensor) -> TensorDict:
-        """Return the transitions at flat indices ``t * E + e``.
+        """Return the transitions at flat indices ``t * E + e``, as they are.
 
         Args:
             flat: ``[B]`` int64, not negative, on the device of the storage.
@@ -1142,6 +1165,22 @@ class PackedStorage(LazyTensorStorage):
             with defer_sigint:
                 for key, leaf in zip(values, leaves, strict=True):
                     columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
+
+    def set_columns(
+        self, values: Mapping[tuple[str, ...], torch.Tensor], count: int
+    ) -> None:
+        """Set the entries ``values``, ``[count, *lanes, ...]`` each, of the first
+        ``count`` time steps; the caller holds the lock.
+
+        Episodes stay as they are.
+        """
+        self._refuse_shared(values)
+        self._enter()
+        rows = self.all_rows()
+        columns = rows.unpack(rows.matrix[:count])
+        for key, value in values.items():
+            columns.get(key).copy_(value)
+        self._ring.numbers[REVISION] += 1
 
     # -- allocating rows
 
@@ -1736,6 +1775,8 @@ class PackedStorage(LazyTensorStorage):
         if len(to):
             lanes = np.flatnonzero(count)
             self.publish(lanes, count[lanes], copy)
+        if theirs.is_estimated:
+            ring.mark_estimated(theirs.value_rows)
         saved = (
             None if source.episodes is None else source.episodes.saved(theirs.longest)
         )

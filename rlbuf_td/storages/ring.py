@@ -39,6 +39,7 @@ from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,
     DIRTY,
+    ESTIMATED,
     FOLLOWING,
     IDLE,
     NEXT_PUBLICATION,
@@ -48,11 +49,12 @@ from rlbuf_td.kernels.serials import (
     PUBLISHED,
     SCATTERING,
     TAIL,
+    VALUE_ROWS,
     WRITING,
     WRITTEN,
     block_size,
 )
-from rlbuf_td.storages.checks import State
+from rlbuf_td.storages.checks import State, saved_number
 
 #: Entry of a prioritized batch: the serial of each row, its *stamp*, ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
@@ -244,6 +246,23 @@ class Ring:
         """How often rows have been published or given up: planned numbers
         (:class:`Planned`) depend on it."""
         return self.numbers[PUBLICATION]
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether no row has been written since the last :meth:`mark_estimated`."""
+        return self.numbers[ESTIMATED] == self.numbers[PUBLICATION]
+
+    def mark_estimated(self, value_rows: int) -> None:
+        """Note that a writer has stored the estimates of these rows, and on how many of
+        them it called its value network."""
+        self.numbers[VALUE_ROWS] = value_rows
+        self.numbers[ESTIMATED] = self.publication  # last
+
+    @property
+    def value_rows(self) -> int:
+        """The number of rows that :meth:`mark_estimated` told; 0 unless the rows have
+        estimates."""
+        return self.numbers[VALUE_ROWS] if self.is_estimated else 0
 
     def begin(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
         """Give up the rows that a write will replace.
@@ -513,6 +532,8 @@ class Ring:
             "steps": self.steps,
             "head": head,
             "generations": None if kept is None else kept.clone(),
+            "is_estimated": self.is_estimated,
+            "value_rows": self.value_rows,
         }
 
     def load(self, state: State, device: torch.device | str = "cpu") -> None:
@@ -538,6 +559,8 @@ class Ring:
         self.before[:] = self.after[TAIL]
         self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
+        if state["is_estimated"]:
+            self.mark_estimated(state["value_rows"])
         if (ordered > tail).any():
             self.lose_order(device)
             generations = state["generations"]
@@ -558,6 +581,11 @@ def refuse_ring(state: Any, lead: torch.Size) -> None:
     the first rows, ``[steps, E]``."""
     steps, head, generations = state["steps"], state["head"], state["generations"]
     lanes = lead[1:].numel()
+    if type(state["is_estimated"]) is not bool:
+        raise ValueError(
+            f"the saved is_estimated is {state['is_estimated']!r}, expected True or False"
+        )
+    saved_number("value_rows", state["value_rows"], 0, _MOST)
     if type(steps) is not int or not lead[0] <= steps <= _MOST or not steps:
         raise ValueError(f"a ring of {steps} slots cannot hold rows {[*lead]}")
     if (

@@ -4,7 +4,7 @@ A writer stores a time step of all lanes (environments) at one position along th
 dim. Once the storage is full, :class:`RingWriter` replaces the oldest rows.
 :class:`QueueWriter` keeps each row until a sampler has taken the row.
 :class:`RolloutWriter` fills the storage once per rollout, and computes advantages when
-the last step arrives. :class:`ReservoirWriter` drops time steps, or stores them at
+a complete rollout is first read. :class:`ReservoirWriter` drops time steps, or stores them at
 random positions, once the storage is full.
 
 After a write, the writer reports the written rows to every object attached to the

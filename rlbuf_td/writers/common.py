@@ -94,14 +94,12 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     the last position.
 
     If a subclass has the :meth:`add`, :meth:`extend` and :meth:`append` of this class,
-    a :class:`ReplayBuffer` calls :meth:`PackedStorage.advance` itself, as they do: see
+    a :class:`ReplayBuffer` calls :meth:`write` itself, as they do: see
     ``Parts.writes_directly``.
     """
 
     # whether single lanes of a PackedStorage can be written, see :meth:`append`
     appends = True
-    # whether the next write, to the first slot, removes the rows so far
-    begins_anew = False
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.count_in(SharedNumbers("q", [0, -1, 0, 0]))
@@ -130,7 +128,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index.
         Errors: see :meth:`extend`."""
-        return self._write(data, single=True)
+        return self._write_tracked(data, single=True)
 
     def extend(self, data: object) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if
@@ -143,13 +141,15 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        return self._write(data)
+        return self._write_tracked(data)
 
-    def _write(self, data: object, single: bool = False) -> Any:
-        from_slot = 0 if self.begins_anew else None
-        index = self._storage.advance(
-            data, self.planned, from_slot=from_slot, single=single
-        )
+    def write(self, data: object, **how: Any) -> Any:
+        """Write rows after the newest ones; see :meth:`PackedStorage.advance` for
+        ``how``, errors and the index that is returned."""
+        return self._storage.advance(data, self.planned, **how)
+
+    def _write_tracked(self, data: object, *, single: bool = False) -> Any:
+        index = self.write(data, single=single)
         if self.counts_generations:
             lanes = self._storage.ring.lanes
             self._bump_generation(
@@ -164,7 +164,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         The arguments and errors are those of :meth:`PackedStorage.advance`.
         :attr:`_write_count` increases by n.
         """
-        return self._storage.advance(data, self.planned, lanes=lanes)
+        return self.write(data, lanes=lanes)
 
     def write_at(self, index: int | torch.Tensor, data: object) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index

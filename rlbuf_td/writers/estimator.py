@@ -22,16 +22,12 @@ Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 
 
 class Estimates(NamedTuple):
-    """Estimates for a rollout, and the number of rows on which the value network was
-    called."""
+    """Estimates for a rollout."""
 
-    value: Tensor
     advantage: Tensor
     value_target: Tensor
-    rows_asked: int
-    # which agents act, [T, *lanes, agents] bool; None: the values are not those of
-    # agents
-    mask: Tensor | None
+    value: Tensor | None  # None: the rows have all values
+    rows_asked: int  # on which the value network was called
 
 
 @dataclass
@@ -50,33 +46,27 @@ class RolloutEstimator:
     truncated_key: NestedKey
     trajectory_key: NestedKey
 
-    def estimate(
-        self, rows: TensorDictBase, ndim: int, *, has_values: bool = True
-    ) -> Estimates:
-        """Return the estimates for ``rows``, ``[T, *lanes]``; unless ``has_values``,
-        the network computes values."""
-        lead = rows.batch_size[:ndim]
+    def check(self, rows: TensorDictBase, ndim: int) -> None:
+        """Raise a SchemaError or ValueError unless ``rows``, ``[n, *lanes]``, have the
+        entries that :meth:`estimate` needs, besides values."""
         reward = entry(rows, self.reward_key)
-        value = rows.get(self.value_key, None) if has_values else None
-        asked = 0
-        if value is None:
-            value, asked = (
-                self._network_values(rows, lead).to(
-                    self.dtype(reward, has_values=False)
-                ),
-                lead.numel(),
-            )
-        value = value.detach()
-        if value.shape != reward.shape:
-            names, shapes = (
-                (self.value_key, self.reward_key),
-                (tuple(value.shape), tuple(reward.shape)),
-            )
-            raise ValueError(
-                "values {!r} and rewards {!r} must share one shape, got {} and {}".format(
-                    *names, *shapes
-                )
-            )
+        self._refuse_other_shape(rows.get(self.value_key, reward), reward.shape)
+        self._ends(rows, reward, ndim)
+
+    def estimate(self, rows: TensorDictBase, ndim: int) -> Estimates:
+        """Return the estimates for ``rows``, ``[T, *lanes]``; the network computes the
+        values that are NaN."""
+        reward, value = entry(rows, self.reward_key), entry(rows, self.value_key)
+        asked, added = 0, None
+        is_missing = value.isnan()
+        missing = int(is_missing.sum())
+        if missing:
+            lead = rows.batch_size[:ndim]
+            need = f"{missing} of {value.numel()} values {self.value_key!r} are missing or NaN"
+            found = self._network_values(rows, lead, need)
+            self._refuse_other_shape(found, reward.shape)
+            value = added = torch.where(is_missing, found.to(value.dtype), value)
+            asked = lead.numel()
         ends, terminated = self._ends(rows, value, ndim)
         mask, absent = self.mask_of(rows), None
         if mask is not None:
@@ -96,7 +86,13 @@ class RolloutEstimator:
                 advantage.masked_fill(absent, 0),
                 target.masked_fill(absent, 0),
             )
-        return Estimates(value, advantage, target, asked + more, mask)
+        return Estimates(advantage, target, added, asked + more)
+
+    def _refuse_other_shape(self, value: Tensor, shape: torch.Size) -> None:
+        if value.shape != shape:
+            names = f"values {self.value_key!r} and rewards {self.reward_key!r}"
+            got = f"{tuple(value.shape)} and {tuple(shape)}"
+            raise ValueError(f"{names} must share one shape, got {got}")
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -202,11 +198,7 @@ class RolloutEstimator:
         if flags is None or flags.shape == value.shape:
             return flags
         lead = value.shape[:ndim]
-        if (
-            flags.ndim == value.ndim
-            and flags.shape[:-1] == value.shape[:-1]
-            and flags.shape[-1] == 1
-        ):
+        if flags.shape == (*value.shape[:-1], 1):
             return flags.expand(value.shape)
         if flags.numel() != lead.numel():
             expected = f"the values' shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
@@ -237,7 +229,8 @@ class RolloutEstimator:
         following = entry(rows, "next")
         stored = following.get(self.value_key, None)
         if stored is None:
-            found = self._network_values(following, torch.Size([count]), index)
+            need = f"{count} rows need the value of their next state: their trajectories break off"
+            found = self._network_values(following, torch.Size([count]), need, index)
         else:
             found, count = stored[index], 0
         next_value[index] = found.to(value.dtype)
@@ -248,23 +241,17 @@ class RolloutEstimator:
         self,
         data: TensorDictBase,
         shape: torch.Size,
-        index: tuple[Tensor, ...] | None = None,
+        need: str,
+        index: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Call the network on ``data``, or on the rows ``data[index]``; return values
-        ``[*shape, *F]``."""
+        ``[*shape, *F]``. ``need``: why, for the error if there is no network."""
         network = self.value_network
         if network is None:
-            why = (
-                f"there is no {self.value_key!r} in the data"
-                if index is None
-                else "their trajectories break off"
-            )
             remedy = "Pass value_network=, a TensorDict module that writes it"
-            raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}")
+            raise ValueError(f"{need}. {remedy}")
         entries = {key: entry(data, key) for key in network.in_keys}
-        inputs = TensorDict(
-            {key: x if index is None else x[index] for key, x in entries.items()}, shape
-        )
+        inputs = TensorDict({key: x[index] for key, x in entries.items()}, shape)
         parameter = next(network.parameters(), None)
         out = network(inputs if parameter is None else inputs.to(parameter.device)).get(
             self.value_key, None
@@ -281,21 +268,11 @@ class RolloutEstimator:
     ) -> tuple[Tensor, Tensor]:
         """Return what the user's estimator computes, which gets and returns
         ``[*lanes, T, *F]``; time is dim 0 here."""
-        next_key = (
-            "next",
-            *((self.value_key,) if isinstance(self.value_key, str) else self.value_key),
-        )
+        value_key = as_tuple(self.value_key)
+        keys = value_key, ("next", *value_key), self.reward_key
         data = rows.copy()
         for key, x in zip(
-            (
-                self.value_key,
-                next_key,
-                self.reward_key,
-                self.done_key,
-                self.terminated_key,
-            ),
-            inputs,
-            strict=True,
+            (*keys, self.done_key, self.terminated_key), inputs, strict=True
         ):
             data.set(key, x)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))

@@ -1,39 +1,47 @@
-"""The writer of rollouts, which computes their advantages."""
+"""The writer of rollouts, which computes their advantages when they are read.
+
+Nothing about a rollout lies beside its rows: its steps are the live rows of the ring,
+and the ring's block, which all processes share, says whether these rows have their
+estimates (``Ring.is_estimated``). This mark is set last, and any write clears it: if a
+process dies, or an estimator fails, the next read computes the estimates.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.functional._layout import coefficient
-from rlbuf_td.storages.checks import State, saved_number
-from rlbuf_td.storages.episodes import STALE
+from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.keys import as_tuple, is_key, nested_key
-from rlbuf_td.storages.lock import defer_sigint
-from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
-from rlbuf_td.storages.writes import stacked
-from rlbuf_td.writers.common import MOST, TimeWriter
-from rlbuf_td.writers.estimator import Estimates, Estimator, RolloutEstimator, entry
+from rlbuf_td.storages.listeners import Completes
+from rlbuf_td.storages.schema import refuse_ragged
+from rlbuf_td.storages.tensordict_fast import entries_of, leaf_of, new_tensordict
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps
+from rlbuf_td.writers.common import TimeWriter
+from rlbuf_td.writers.estimator import Estimator, RolloutEstimator, entry
 
 
-class RolloutWriter(TimeWriter):
+class RolloutWriter(TimeWriter, Completes):
     r"""Writes rollouts of T steps, ``[T]`` or ``[T, E]``, and adds advantages and value
     targets.
 
     T is the storage's capacity along time. ``add`` writes one step, ``extend`` several.
-    When the last step of a rollout arrives, the writer stores ``advantage`` and
-    ``value_target`` of all steps
-    (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value``
-    if the data had none. Until then, ``advantage`` and ``value_target`` are NaN. The
-    next step begins a new rollout, which replaces the old one.
+    The first read of a complete rollout stores ``advantage`` and ``value_target`` of
+    all steps (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and
+    ``state_value`` where the data had none. Batches and ``storage[...]`` are such
+    reads, in any process that shares the rows. Until all T steps are written, these
+    entries are NaN, unless ``partial`` is set. The next step begins a new rollout, which replaces the old one.
 
-    **Values.** :math:`V(s_t)` is the ``state_value`` in the data; if it is missing,
-    ``value_network`` is called once on all steps. The next state's value
+    **Values.** :math:`V(s_t)` is the ``state_value`` in the data. If it is missing or
+    NaN in a step, the first read calls ``value_network`` once on all steps. The next state's value
     :math:`V(s'_t)` is :math:`V(s_{t+1})` within a trajectory. At truncations and at the
     rollout's end, :math:`V(s'_t)` is the ``("next", "state_value")`` in the data; if it
     is missing, the network is called on the next observations of these steps only. A
@@ -50,8 +58,8 @@ class RolloutWriter(TimeWriter):
     estimates are 0, and do not count for normalization. See
     :class:`PettingZooRecorder`.
 
-    **An estimator of your own** is called once per rollout, without gradients, as
-    ``estimator(data)``. ``data`` is a TensorDict ``[T]`` or ``[E, T]``, as collectors
+    **An estimator of your own** is called once per rollout, at its first read, without
+    gradients, as ``estimator(data)``. ``data`` is a TensorDict ``[T]`` or ``[E, T]``, as collectors
     give it, with all written entries, and with
 
     - ``state_value`` and ``("next", "state_value")``: :math:`V(s_t)` and
@@ -70,9 +78,13 @@ class RolloutWriter(TimeWriter):
             data = gae(data)
             return data["advantage"], data["value_target"]
 
-    A dump holds the estimates, but neither the estimator nor the network: load it into
-    a buffer that was made with them. Pickling a buffer, also to a spawned process,
-    needs an estimator that can be pickled, which a lambda cannot.
+    If the estimator or the network raises an error, the read raises it; the rollout
+    stays as it is, and the next read tries again.
+
+    A dump of a rollout that has been read holds the estimates. It holds neither the
+    estimator nor the network: load it into a buffer that was made with them. Pickling a
+    buffer, also to a spawned process, needs an estimator that can be pickled, which a
+    lambda cannot.
 
     Args:
         gamma: discount, in [0, 1], default 0.99.
@@ -86,6 +98,8 @@ class RolloutWriter(TimeWriter):
         normalize_advantage: whether to normalize the stored advantages to mean 0 and
             standard deviation 1 over the rollout. Value targets use the advantages
             before normalization.
+        partial: whether reads also compute the estimates of an incomplete rollout, as
+            if the newest step were the last; may be set at any time.
         group: the name of a group of agents, see above; ``None``: values and rewards
             are those of the environment.
         value_key: key of the values, floating point, ``[T, *F]`` or ``[T, E, *F]`` with
@@ -105,23 +119,20 @@ class RolloutWriter(TimeWriter):
         trajectory_key: key of integer trajectory ids, one per step, if the data has
             them.
 
-    Attributes:
-        value_rows: number of rows on which the network was called for the last rollout.
-
     Cost: O(T * E) per rollout, and the network's calls. On CUDA, the CPU waits for the
-    GPU once per rollout, to find where trajectories end. TorchRL's ``GAE`` by default
+    GPU twice per rollout, to find missing values and where trajectories end. TorchRL's ``GAE`` by default
     calls its network on all observations and all next observations.
 
     Raises:
         TypeError: the storage is no :class:`PackedStorage`; ``estimator`` is not
-            callable, or (on writing) returned something else than two tensors;
+            callable, or (on reading) returned something else than two tensors;
             ``value_network`` is no TensorDict module.
         ValueError: ``gamma`` or ``lmbda`` is out of range, or came with ``estimator``;
-            ``group`` is no name; (on writing) the estimator returned another shape or
-            dtype, or NaN; the data is empty or has too many steps for the rollout, or
-            values are missing and there is no network. A failed write changes nothing.
+            ``group`` is no name; (on writing) the data is empty, or has too many steps
+            for the rollout; (on reading) the estimator returned another shape or dtype,
+            or NaN, or values are missing and there is no network.
         SchemaError: (on writing) the data does not match the stored rows, or lacks an
-            entry that the estimates need.
+            entry that the estimates need. A failed write changes nothing.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -145,6 +156,7 @@ class RolloutWriter(TimeWriter):
         estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: bool = False,
+        partial: bool = False,
         group: NestedKey | None = None,
         value_key: NestedKey | None = None,
         advantage_key: NestedKey | None = None,
@@ -164,6 +176,12 @@ class RolloutWriter(TimeWriter):
         self.value_key = nested_key(value_key or (*of, "state_value"))
         self.advantage_key = nested_key(advantage_key or (*of, "advantage"))
         self.value_target_key = nested_key(value_target_key or (*of, "value_target"))
+        #: The entries that this writer adds; the last one, the value, where the data
+        # lacks it.
+        self.added_keys = tuple(
+            as_tuple(key)
+            for key in (self.advantage_key, self.value_target_key, self.value_key)
+        )
         names = (
             reward_key or ("next", *of, "reward"),
             done_key,
@@ -175,157 +193,131 @@ class RolloutWriter(TimeWriter):
         self.estimator = RolloutEstimator(
             gamma, lmbda, estimator, value_network, self.value_key, *keys
         )
-        self.normalize_advantage = normalize_advantage
-        self.value_rows = self._estimated_steps = 0
-        self._has_values = True
+        self.normalize_advantage, self.partial = normalize_advantage, partial
+        # NaN, as the last data needs it
+        self._blanks = [torch.empty(0, device="cpu")]
+
+    def register_storage(self, storage: Storage) -> None:
+        """Set the storage to write to, whose reads then compute estimates."""
+        super().register_storage(storage)
+        self._storage.has_estimates = True
 
     @property
     def steps(self) -> int:
         """Number of written steps of the current rollout, from 0 to T."""
-        return self._storage.ring.longest
-
-    @property
-    def begins_anew(self) -> bool:  # pyrefly: ignore [bad-override]
-        """Whether the next write begins a rollout, which replaces the old one."""
-        return self._cursor == 0
+        ring = self._storage.ring
+        # lanes stand together
+        return ring.numbers[WRITTEN * ring.lanes] - ring.numbers[TAIL * ring.lanes]
 
     @property
     def is_complete(self) -> bool:
-        """Whether the storage holds all T steps of a rollout, with their advantages."""
-        return self._cursor == 0 and 0 < len(self._storage) >= self._storage.max_size
+        """Whether the storage holds all T steps of a rollout."""
+        return self.steps == self._storage.ring.steps and not self._cursor
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether a read computes estimates: the rollout is complete, or ``partial``
+        and a step is written."""
+        return self.is_complete or (self.partial and self.steps > 0)
 
     @property
     def is_estimated(self) -> bool:
-        """Whether all written steps have advantages (T steps are written, or
-        :meth:`estimate` was called)."""
-        return self.is_complete or 0 < self._estimated_steps == self.steps
+        """Whether all written steps have advantages: they have been read, or
+        :meth:`estimate` was called."""
+        return self.steps > 0 and self._storage.ring.is_estimated
 
-    def add(self, data: TensorDictBase) -> int | Tensor:
-        """Write one step, ``[]`` or ``[E]``; return its index. Errors: see the
-        class."""
-        steps = capacity_in_steps(self._storage, single_data=data)
-        # the step is a complete rollout, which is estimated before the write
-        if steps == 1:
-            index = self.extend(data.unsqueeze(0))
-            return 0 if self._storage.ndim == 1 else index
-        return self._write_part(super().add, data, 1, steps)
+    @property
+    def value_rows(self) -> int:
+        """Number of rows on which the network was called for the estimates; 0 unless
+        :attr:`is_estimated`."""
+        return self._storage.ring.value_rows
 
-    def extend(self, data: Any) -> Tensor:
-        """Write steps, ``[n]`` or ``[n, E]``; return their index, ``[n]`` or
-        ``[n * E, 2]``. Errors: see the class."""
-        data = stacked(data)
-        count = len(data)
-        if not count:
-            raise ValueError("extend needs at least one step, got none")
-        steps = capacity_in_steps(self._storage, batched_data=data)
-        if count > steps - self._cursor:
-            room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
-            remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
-            raise ValueError(f"{room}. {remedy}")
-        if count < steps:
-            return self._write_part(super().extend, data, count, steps)
-        estimates = self.estimator.estimate(data, self._storage.ndim)
-        index = super().extend(data.copy().update(self._columns(estimates)))
-        self.value_rows, self._estimated_steps = estimates.rows_asked, count
-        return index
+    # -- writes
 
-    def _write_part(
-        self, write: Any, data: TensorDictBase, count: int, steps: int
+    def write(
+        self, data: Any, *, single: bool = False, lanes_first: bool = False, **how: Any
     ) -> Any:
-        """Write steps with NaN as their estimates; compute all estimates if these steps
-        complete the rollout."""
-        storage, cursor = self._storage, self._cursor
-        has_values = data.get(self.value_key, None) is not None
-        if cursor and has_values != self._has_values:
-            before, now = (
-                "with" if has else "without" for has in (self._has_values, has_values)
-            )
-            raise ValueError(
-                f"earlier steps of this rollout came {before} {self.value_key!r}, these come {now}"
-            )
-        index = write(data.copy().update(self.added_entries(data)))
-        self._has_values = has_values
-        if cursor + count == steps:
-            try:
-                self._estimate_stored(steps)
-            except BaseException:
-                self._write_count -= count
-                storage.ring.written -= count
-                storage.mark_episodes(STALE)
-                raise
-        return index
+        """See :meth:`TimeWriter.write`; the first step of a rollout removes the old
+        rollout. Errors: see the class."""
+        storage = self._storage
+        if type(data) is not TensorDict:
+            data = storage.as_rows(data, storage.ndim - single)
+        with storage.lock:
+            steps, cursor = storage.ring.steps, self._cursor
+            if storage.rows is None or storage.is_reserved:
+                rows = data.unsqueeze(0) if single else data
+                if lanes_first:
+                    rows = rows.transpose(0, 1)
+                self.estimator.check(rows, storage.ndim)
+                steps = capacity_in_steps(storage, batched_data=rows)
+            count = 1 if single or not data.ndim else data.shape[lanes_first]
+            if count > steps - cursor:
+                room = f"a rollout takes {steps} steps and {cursor} are written: {count} more do not fit"
+                remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
+                raise ValueError(f"{room}. {remedy}")
+            data = _with_entries(data, self.added_entries(data))
+            how |= {"single": single, "lanes_first": lanes_first}
+            return super().write(data, from_slot=None if cursor else 0, **how)
 
-    def added_entries(self, data: TensorDictBase) -> dict[NestedKey, Tensor]:
+    def added_entries(self, data: TensorDictBase) -> dict[tuple[str, ...], Tensor]:
         """Return the entries that this writer adds to time steps like ``data``, filled
-        with NaN."""
-        has_values = data.get(self.value_key, None) is not None
-        like = entry(data, self.value_key if has_values else self.estimator.reward_key)
-        dtype = self.estimator.dtype(like, has_values=has_values)
-        missing = (
-            self.advantage_key,
-            self.value_target_key,
-            *(() if has_values else (self.value_key,)),
+        with NaN: the value only if the data has none."""
+        value = leaf_of(data, self.added_keys[-1])
+        like = entry(data, self.estimator.reward_key) if value is None else value
+        layout = self._storage.layout
+        place = None if layout is None else layout.places.get(self.added_keys[0])
+        if layout is None or place is None:
+            dtype = self.estimator.dtype(like, has_values=value is not None)
+        else:
+            dtype = layout.leaves[place].dtype
+        blank = self._blanks[0]
+        if (
+            blank.shape != like.shape
+            or blank.dtype is not dtype
+            or blank.device != like.device
+            or type(blank) is not type(like)  # in FakeTensorMode
+        ):
+            # not one tensor: data whose tensors differ is recognized faster
+            self._blanks = [
+                torch.full_like(like, torch.nan, dtype=dtype) for _ in self.added_keys
+            ]
+        keys = self.added_keys if value is None else self.added_keys[:-1]
+        return dict(zip(keys, self._blanks, strict=False))
+
+    # -- estimates
+
+    def complete(self, key: tuple[str, ...] | None) -> None:
+        """Compute the estimates before they are read, see
+        :meth:`PackedStorage.complete`."""
+        is_read = key is None or any(
+            added[: len(key)] == key for added in self.added_keys
         )
-        return {key: torch.full_like(like, torch.nan, dtype=dtype) for key in missing}
+        if not (is_read and self.is_readable):
+            return
+        # another writer may have written rows without estimates
+        if self.added_keys[0] in self._storage.all_rows().layout.places:
+            self.estimate()
 
     def estimate(self) -> None:
-        """Compute estimates as if the rollout ended at the last written step.
-        RuntimeError if no step is written."""
-        if not self.steps:
-            raise RuntimeError("there is nothing to estimate: no step has been written")
-        if not self.is_estimated:
-            self._estimate_stored(self.steps)
-
-    def _estimate_stored(self, steps: int) -> None:
-        # views: the assignments below change the storage
-        rows = self._storage.get(slice(0, steps))
-        estimates = self.estimator.estimate(
-            rows, self._storage.ndim, has_values=self._has_values
-        )
-        for key, x in self._columns(estimates).items():
-            rows.get(key).copy_(x)
-        count_change(self._storage)
-        self.value_rows, self._estimated_steps = estimates.rows_asked, steps
-
-    def _columns(self, estimates: Estimates) -> dict[NestedKey, Tensor]:
-        advantage = estimates.advantage
-        if self.normalize_advantage:
-            advantage = self.estimator.normalized(advantage, estimates.mask)
-        columns = {self.value_key: estimates.value, self.advantage_key: advantage}
-        return columns | {self.value_target_key: estimates.value_target}
-
-    def _empty(self, empty_write_count: bool = True) -> None:
-        super()._empty(empty_write_count=empty_write_count)
-        self._estimated_steps = 0
-
-    def state_dict(self) -> State:
-        """Return the cursor, the counters, and the number of time steps that have
-        advantages."""
-        progress = {
-            "estimated_steps": self._estimated_steps,
-            "has_values": self._has_values,
-        }
-        return super().state_dict() | progress | {"value_rows": self.value_rows}
-
-    def _refuse_state(self, state: State) -> None:
-        super()._refuse_state(state)
-        saved_number("count of estimated steps", state["estimated_steps"], 0, MOST)
-        saved_number("value_rows", state["value_rows"], 0, MOST)
-        if type(state["has_values"]) is not bool:
-            raise ValueError(
-                f"the saved has_values is {state['has_values']!r}, expected True or False"
-            )
-
-    @defer_sigint
-    def load_state_dict(self, state_dict: State) -> None:
-        """Restore a state that :meth:`state_dict` returned; ValueError, and no change,
-        if it is invalid."""
-        super().load_state_dict(state_dict)
-        self._estimated_steps, self._has_values = (
-            state_dict["estimated_steps"],
-            state_dict["has_values"],
-        )
-        self.value_rows = state_dict["value_rows"]
+        """Compute the estimates of the written steps, as if the rollout ended at the
+        last one, unless they are there. RuntimeError if no step is written."""
+        storage = self._storage
+        with storage.lock:
+            steps = self.steps
+            if not steps:
+                raise RuntimeError(
+                    "there is nothing to estimate: no step has been written"
+                )
+            if self.is_estimated:
+                return
+            rows = storage.read(slice(0, steps))
+            *columns, asked = self.estimator.estimate(rows, storage.ndim)
+            if self.normalize_advantage:
+                mask = self.estimator.mask_of(rows)
+                columns[0] = self.estimator.normalized(columns[0], mask)
+            found = zip(self.added_keys, columns, strict=True)
+            storage.set_columns({key: x for key, x in found if x is not None}, steps)
+            storage.ring.mark_estimated(asked)
 
     def __repr__(self) -> str:
         own = self.estimator.own
@@ -333,6 +325,24 @@ class RolloutWriter(TimeWriter):
         if own is not None:
             settings = f"estimator={getattr(own, '__name__', type(own).__name__)}"
         return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"
+
+
+def _with_entries(
+    data: TensorDictBase, added: Mapping[tuple[str, ...], Tensor]
+) -> TensorDictBase:
+    """Return data with other entries, and otherwise the same tensors."""
+    if type(data) is not TensorDict:
+        refuse_ragged(data)
+    entries: dict[str, Any] = {**entries_of(data)}
+    for key, value in added.items():
+        name = key[0]
+        if len(key) == 1:
+            entries[name] = value
+            continue
+        if name not in entries:
+            entries[name] = new_tensordict({}, data.batch_size, data.device)
+        entries[name] = _with_entries(entries[name], {key[1:]: value})
+    return new_tensordict(entries, data.batch_size, data.device)
 
 
 def _group(group: object) -> tuple[str, ...]:

@@ -75,6 +75,8 @@ STORAGE: dict[str, list[Any]] = {
     "layout": [None, {}],
     "ring": [{}, 5],
     "ring.steps": [29, None, 1.0],
+    "ring.is_estimated": [1, None],
+    "ring.value_rows": [-1, 2**62 + 1, None],
     "ring.head": [
         None,
         lambda x: x[:-1],
@@ -158,10 +160,7 @@ WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
             "threshold": [5, 2**62, None],
         }
     },
-    "rollout": {
-        "_writer": WRITER
-        | {"estimated_steps": [-1, None], "has_values": [3], "value_rows": [-1, None]}
-    },
+    "rollout": {"_writer": WRITER, "_storage": STORAGE},
     "queue": {"_writer": WRITER | {"taken": [-1, 31, None]}},
 }
 
@@ -237,7 +236,7 @@ def test_a_damaged_or_foreign_dump_of_the_storage_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "key"), [
-    ("uniform", "_cursor"), ("uniform", "_write_count"), ("queue", "taken"), ("rollout", "estimated_steps"),
+    ("uniform", "_cursor"), ("uniform", "_write_count"), ("queue", "taken"), ("rollout", "_write_count"),
     ("reservoir", "following"),
 ])  # fmt: skip
 def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(

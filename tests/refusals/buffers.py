@@ -447,10 +447,9 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(zeros(3, 8)), TypeError, "extend takes a TensorDict, got Tensor"),
         (lambda rb, written=written: rb.extend(rolled(3, 9)), ValueError,
          f"a rollout takes 8 steps and {written} are written: 9 more do not fit"),
-        (lambda rb: rb.extend(rolled(3, 0)), ValueError, "at least one step"),
+        (lambda rb: rb.extend(rolled(3, 0)), ValueError, "at least one transition"),
     ] for written, hint in ((0, ""), (5, ", or pass partial=True to read the written steps"))},
     ("RolloutBuffer, of 5 steps", lambda: rollout(5)): [
-        (lambda rb: rb.extend(steps(3, 3)), ValueError, "came with 'state_value', these come without"),
         (lambda rb: rb.extend(rolled(24)), ValueError, r"got \[24\]: pass .* without reshape\(-1\)$"),
         (lambda rb: rb.extend(rolled(8, 3)), ValueError, r"got \[8, 3\]: pass data.transpose\(0, 1\)$"),
         (lambda rb: rb.extend(rolled(3, 3).exclude("observation")), SchemaError, "key 'observation' is missing"),

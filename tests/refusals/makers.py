@@ -308,6 +308,8 @@ def rollout(written: int, length: int = 8, lanes: int = 3, **options: Any) -> An
     )
     if written:
         rb.extend(rolled(lanes, written))
+    if written == length:
+        rb.summary()  # the first read, which computes the estimates
     return rb
 
 

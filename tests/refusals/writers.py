@@ -32,6 +32,18 @@ def reservoir(size: int = 30) -> Any:
     return rb
 
 
+def complete(data: TensorDict, **options: Any) -> Any:
+    rb = rollout(0, 4, 2, **options)
+    rb.extend(data)
+    return rb
+
+
+def with_nan() -> TensorDict:
+    data = rolled(2, 4)
+    data["state_value"][1, 2] = nan
+    return data
+
+
 GOOD = zeros(2, 4, 1)
 BAD = zeros(2, 4, 1).index_put_(tuple(tensor([[1, 2, 0], [1, 3, 0]]).T), tensor(nan))
 REFUSALS: Table = {
@@ -79,8 +91,6 @@ REFUSALS: Table = {
           for group in (3, (), ("next", "agents"), ["red", "blue"])),
     ],
     ("RolloutWriter without a network", lambda: rollout(0, 4, 2, value_network=None)): [
-        (lambda rb: rb.extend(rolled(2, 4)), ValueError, r"2 rows need a value: their trajectories break off\. Pass"),
-        (lambda rb: rb.extend(steps(2, 4)), ValueError, "8 rows need a value: there is no 'state_value' in the data"),
         (lambda rb: rb.extend(rolled(2, 4).exclude(REWARD)), SchemaError, r"no \('next', 'reward'\) in the data;"),
         (lambda rb: rb.extend(rolled(2, 4).exclude(*ENDS)), SchemaError, r"no \('next', 'done'\) in the data"),
         (lambda rb: rb.extend(rolled(2, 4, value=3)), ValueError, "values 'state_value' and rewards .* must share one"),
@@ -88,14 +98,28 @@ REFUSALS: Table = {
     ("RolloutWriter of a group", lambda: td.RolloutBuffer(4, 2, group="agents")): [
         (lambda rb: rb.extend(rolled(2, 4)), SchemaError, r"no \('next', 'agents', 'reward'\) in the data; there are"),
     ],
-    ("RolloutWriter, another network", lambda: rollout(0, 4, 2, value_network=critic("v"))): [
-        (lambda rb: rb.extend(rolled(2, 4)), SchemaError, r"the value network writes \['v'\], not 'state_value'"),
+    ("RolloutWriter, rows of another writer", lambda: td.RolloutBuffer(30, storage=filled().storage)): [
+        (lambda rb: rb.extend(rolled(4)), SchemaError, "advantage"),
     ],
-    ("RolloutWriter, a network that fails", lambda: rollout(0, 4, 2, value_network=critic(fails=True))): [
-        (lambda rb: rb.extend(rolled(2, 4)), RuntimeError, "the network failed"),
+    ("RolloutWriter without a network, complete", lambda: complete(rolled(2, 4), value_network=None)): [
+        (lambda rb: rb.sample(), ValueError, r"2 rows need the value of their next state: their.*\. Pass val"),
     ],
-    **{("RolloutWriter(estimator=)", partial(rollout, 0, 4, 2, estimator=lambda _, found=found: found)): [
-        (lambda rb: rb.extend(rolled(2, 4)), error, word)] for found, error, word in [
+    ("RolloutWriter without values, complete", lambda: complete(steps(2, 4), value_network=None)): [
+        (lambda rb: rb.sample(), ValueError, "8 of 8 values 'state_value' are missing or NaN\\. Pass value_network="),
+    ],
+    ("RolloutWriter, a value is NaN", lambda: complete(with_nan(), value_network=None)): [
+        (lambda rb: rb.sample(), ValueError, "1 of 8 values 'state_value' are missing or NaN"),
+    ],
+    ("RolloutWriter, another network", lambda: complete(rolled(2, 4), value_network=critic("v"))): [
+        (lambda rb: rb.sample(), SchemaError, r"the value network writes \['v'\], not 'state_value'"),
+    ],
+    ("RolloutWriter, a network that fails", lambda: complete(rolled(2, 4), value_network=critic(fails=True))): [
+        *((read, RuntimeError, "the network failed") for read in (
+            lambda rb: rb.sample(), lambda rb: next(iter(rb)), lambda rb: rb.summary(), lambda rb: rb[:],
+            lambda rb: rb.last(1), lambda rb: rb.storage["advantage"])),
+    ],
+    **{("RolloutWriter(estimator=)", partial(complete, rolled(2, 4), estimator=lambda _, found=found: found)): [
+        (lambda rb: rb.sample(), error, word)] for found, error, word in [
         (None, TypeError, r"a tuple \(advantage, value_target\), got NoneType: from TorchRL's"),
         (TensorDict(), TypeError, "got TensorDict: from TorchRL's"),
         ((GOOD, GOOD, GOOD), TypeError, "got tuple"),

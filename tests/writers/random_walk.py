@@ -10,8 +10,6 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor
 
-from rlbuf_td.functional import generalized_advantage_estimate
-
 
 class AskedNetwork(torch.nn.Module):
     """V(s) = 2 s[0] - s[1] + 1, and a record of the observations that it was asked
@@ -91,14 +89,23 @@ class World:
     def estimates(
         self, data: TensorDict, gamma: float = 0.9, lmbda: float = 0.8
     ) -> tuple[Tensor, Tensor]:
-        """Return what TorchRL's GAE would give with the values of all true next
-        observations, ``[E, n, 1]``."""
+        """Return advantages and value targets by the definition (Schulman et al.,
+        2016, equation 16), with the values of all true next observations,
+        ``[E, n, 1]``."""
         after = data["next"]
-        values = self.value(data["observation"]), self.value(after["observation"])
-        ends = after["done"], after["terminated"]
-        return generalized_advantage_estimate(
-            gamma, lmbda, *values, after["reward"], *ends, time_dim=1
+        value, following = (
+            self.value(rows["observation"]).double() for rows in (data, after)
         )
+        advantage = torch.zeros_like(value)
+        for lane in range(len(value)):
+            later = 0.0
+            for t in reversed(range(value.shape[1])):
+                bootstrap = 0.0 if after["terminated"][lane, t] else following[lane, t]
+                delta = after["reward"][lane, t] + gamma * bootstrap - value[lane, t]
+                goes_on = not after["done"][lane, t]
+                later = delta + gamma * lmbda * later * goes_on
+                advantage[lane, t] = later
+        return advantage.float(), (advantage + value).float()
 
     def rows_to_ask(self, data: TensorDict) -> int:
         after = data["next"]
