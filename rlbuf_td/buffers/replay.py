@@ -1418,7 +1418,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 return torch.zeros(
                     (0, self._storage.ndim), dtype=torch.long, device="cpu"
                 )
-        elif self.parts.prioritized is not None:
+        elif rows is not None and self.parts.prioritized is not None:
             key = self.priority_key
             update_priority &= key in rows.layout.names or key in rows.layout.places
         time_dim = self._dim_extend if how == "extend" and lanes is None else 0
@@ -2247,11 +2247,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
             )
         )
-        more = (
-            self._writer.added_entries(schema)
-            if isinstance(self._writer, RolloutWriter)
-            else {}
-        )
+        more: dict[NestedKey, torch.Tensor] = {}
+        if isinstance(self._writer, RolloutWriter):
+            more |= self._writer.added_entries(schema)
         if self._has_environment:
             more |= trajectory_ids(storage.lanes)
         complete = with_missing(schema, more)

@@ -311,13 +311,14 @@ class RolloutWriter(TimeWriter, Completes):
             if self.is_estimated:
                 return
             rows = storage.read(slice(0, steps))
-            *columns, asked = self.estimator.estimate(rows, storage.ndim)
+            estimates = self.estimator.estimate(rows, storage.ndim)
             if self.normalize_advantage:
                 mask = self.estimator.mask_of(rows)
-                columns[0] = self.estimator.normalized(columns[0], mask)
-            found = zip(self.added_keys, columns, strict=True)
-            storage.set_columns({key: x for key, x in found if x is not None}, steps)
-            storage.ring.mark_estimated(asked)
+                advantage = self.estimator.normalized(estimates.advantage, mask)
+                estimates = estimates._replace(advantage=advantage)
+            columns = zip(self.added_keys, estimates[:3], strict=True)
+            storage.set_columns({key: x for key, x in columns if x is not None}, steps)
+            storage.ring.mark_estimated(estimates.rows_asked)
 
     def __repr__(self) -> str:
         own = self.estimator.own

@@ -354,6 +354,7 @@ BREAKS = [
         "        self.tell_replaced(are_loaded=True, but=but)\n",
         "",
         "tests/test_replaced_rows.py",
+    ),
     Break(
         "the estimates of a part of a rollout are taken for those of the whole",
         "storages/ring.py",
