@@ -105,7 +105,6 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listener, Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import PRIORITY_FILE
-from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -128,11 +127,6 @@ if TYPE_CHECKING:
     from rlbuf_td.envs.specs import AnySpace, Extras, Groups
 
 _THEIRS = "use TorchRL's TensorDictReplayBuffer over it, which takes the samplers of this package, too"
-_SHARED = Purpose(
-    "Priorities and trajectories of a shared buffer take",
-    "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
-)
-
 _PRIORITIES_OF_REOPENED = (
     "rows were reopened without a priority, and have that of new rows: their write was killed, "
     "a buffer without a prioritized sampler wrote them, they were edited, or priorities.bin is missing or damaged"
@@ -2221,26 +2215,30 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         # calls again
         if storage is None:
             return super().share(shared)
-        if not shared:
-            return self
-        # the constructor sets only the first
-        is_shared = self.shared and "_write_lock" in vars(self)
-        with storage.lock:
-            if storage.is_reserved:
-                self._complete_reserved()
-            self._share_parts()
-            self.stale_updates.share_memory_()
-            self.returned.share_memory_()
-            # TorchRL would replace the semaphores that other processes have
-            if not is_shared:
-                super().share(True)
-            # the storage's lock also works between processes
-            self._write_lock = nullcontext()
+        if shared:
+            storage.share_memory_()
         return self
+
+    def _rows_shared(self) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
+        if vars(self).get("parts") is None:  # `_begin` shares when they are connected
+            return
+        # before a fork: recorders in all processes use these numbers
+        attached_or_new(self._storage, TrajectoryNumbers)._rows_shared()
+        for part in (self.flow, self.stale_updates, self.returned):
+            if part is not None:
+                part.share_memory_()
+        # again, TorchRL would replace the semaphores that other processes have
+        if not (self.shared and "_write_lock" in vars(self)):
+            super().share(True)
+        # the storage's lock also works between processes
+        self._write_lock = nullcontext()
 
     def _complete_reserved(self) -> None:
         """Add the entries that recorders, collectors and the writer will write to the
         reserved rows."""
+        if vars(self).get("_writer") is None:
+            return
         storage, layout = self._storage, self._storage.all_rows().layout
         schema = layout.unpack(
             torch.empty(
@@ -2256,24 +2254,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if len(list(walk(complete))) > len(layout.leaves):
             storage.release()
             storage.reserve(complete)
-
-    def _share_parts(self) -> None:
-        """Move rows, counters and priorities to shared memory; for errors, see
-        :meth:`share`."""
-        storage, writer, flow = self._storage, self._writer, self.flow
-        samplers = [self._sampler]
-        while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
-            samplers.append(inner)
-        movable = (samplers[-1], *torchrl_parts.listeners_of(storage))
-        nbytes = sum(getattr(part, "bytes_to_share", 0) for part in movable)
-        require_room(nbytes, torch.device("cpu"), _SHARED, room=shared_tensors())
-        storage.share_memory_()
-        # before sharing: recorders in all processes use these numbers
-        attached_or_new(storage, TrajectoryNumbers)
-        for part in (*samplers, writer, flow, *torchrl_parts.listeners_of(storage)):
-            share = getattr(part, "share_memory_", None)
-            if share is not None:
-                share()
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """Count what was written, after a process died or a thread was interrupted; the
@@ -2426,9 +2406,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         super().set_rng(generator)
 
     def _refuse_if_shared(self, part: str) -> None:
-        if self.storage.shared_rows is not None:
+        if self.storage.shared:
             reason = "other processes would keep the old one. Set it before you share the buffer"
             raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")
+        if self.storage.reopen:
+            reason = "its folder continues the counts and priorities of the old one. Make the buffer with the new one"
+            raise RuntimeError(f"cannot set the {part} of a reopened buffer: {reason}")
 
     def _refuse_schema(self, layout: RowLayout) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""

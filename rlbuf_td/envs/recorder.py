@@ -48,6 +48,8 @@ class TrajectoryNumbers(Attached, Listener):
     def __init__(self, storage: PackedStorage) -> None:
         super().__init__(storage)
         self._numbers = SharedNumbers("q", [0, 0, 0])
+        if storage.shared:
+            self._rows_shared()
 
     @property
     def loads(self) -> int:
@@ -70,7 +72,7 @@ class TrajectoryNumbers(Attached, Listener):
         if are_loaded:
             self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
 
-    def share_memory_(self) -> None:
+    def _rows_shared(self) -> None:
         self._numbers.share_memory_()
 
 

@@ -569,15 +569,15 @@ class Priorities:
 
     def share_memory_(self) -> None:
         if not self.is_shared:
-            self.is_shared = True
             with outside_inference_mode():
                 self.rule.table.share_memory_()
             self.settings.share_memory_()
+            self.is_shared = True
 
     def __getstate__(self) -> dict[str, object]:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self.is_shared:
-            remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
+            remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, rb.storage.share_memory_()"
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {

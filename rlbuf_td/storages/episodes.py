@@ -11,6 +11,8 @@ builds them again from the rows.
 
 from __future__ import annotations
 
+import json
+from ctypes import addressof, memmove, string_at
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,12 +38,14 @@ from rlbuf_td.kernels.host_memory import outside_inference_mode, to_device
 from rlbuf_td.kernels.serials import EPISODES_DUE
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.keys import as_tuple
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import SchemaError, kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rlbuf_td.storages.layout import RowLayout
+    from rlbuf_td.storages.memory import HeadFile
     from rlbuf_td.storages.ring import Ring
     from rlbuf_td.storages.rows import Rows
     from rlbuf_td.storages.schema import Leaf
@@ -55,6 +59,9 @@ CURRENT, BEHIND, STALE, NEW = range(4)
 _MOST_ROWS = 1 << 16  # rows that suffice to judge how trajectories are stored
 _FEW_ROWS = 1_024  # among fewer rows, trajectories need not go on after a break
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
+# places in the numbers of StorageKeys; the text follows
+_REPLACED, _USED, _LENGTH, _TEXT = range(4)
+_WORDS = 512  # for the text
 
 
 class EpisodeKeys(NamedTuple):
@@ -113,6 +120,73 @@ class EpisodeKeys(NamedTuple):
                 f"or trajectory ids {self.traj_key}"
             )
         return flags, None if name is None else name.key
+
+
+class StorageKeys:
+    """The one pair of keys by which all processes that use the rows of a storage note
+    and look up episodes.
+
+    Whoever replaces the pair holds the storage's lock, and so does whoever follows.
+    """
+
+    def __init__(self) -> None:
+        self.pair = EpisodeKeys()
+        # how often the pair was replaced, whether somebody looks up episodes by it, and
+        # the bytes of its text (0: the default pair)
+        self._numbers = SharedNumbers("q", [0] * (_TEXT + _WORDS))
+        self._replaced = 0  # as far as this process knows
+
+    @property
+    def are_used(self) -> bool:
+        """Whether somebody looks up episodes by this pair, in any process."""
+        return bool(self._numbers.values[_USED])
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether another process has replaced the pair."""
+        return self._numbers.values[_REPLACED] != self._replaced
+
+    def use(self) -> None:
+        """Note that somebody looks up episodes by this pair, which is then kept."""
+        self._numbers[_USED] = 1
+
+    def refuse_long(self, pair: EpisodeKeys) -> None:
+        """Raise a ValueError if the names of a pair are too long to be shared."""
+        size, most = len(json.dumps(pair)), 8 * _WORDS
+        if size > most:
+            raise ValueError(
+                f"done_key and traj_key take {size:,} bytes as text, at most {most:,} fit: store flags and ids under "
+                "shorter names"
+            )
+
+    def replace(self, pair: EpisodeKeys) -> None:
+        """Replace the pair for all processes."""
+        text, numbers = json.dumps(pair).encode(), self._numbers
+        numbers[_LENGTH] = 0  # a process may die before the text is whole
+        memmove(addressof(numbers.values) + 8 * _TEXT, text, len(text))
+        numbers[_LENGTH] = len(text)
+        self.pair, self._replaced = pair, numbers[_REPLACED] + 1
+        numbers[_REPLACED] = self._replaced
+
+    def follow(self) -> None:
+        """Take the pair that another process has set."""
+        self._replaced = self._numbers[_REPLACED]
+        at, length = addressof(self._numbers.values) + 8 * _TEXT, self._numbers[_LENGTH]
+        self.pair = EpisodeKeys()
+        if length:
+            done_key, traj_key = json.loads(string_at(at, length))
+            self.pair = EpisodeKeys.of(
+                tuple(done_key), None if traj_key is None else tuple(traj_key)
+            )
+
+    def share_memory_(self) -> None:
+        self._numbers.share_memory_()
+
+    def keep_in(self, file: HeadFile) -> None:
+        """Keep the pair in a file; nobody uses the pair of an earlier process yet."""
+        file.keep(self._numbers)
+        self._numbers[_USED] = 0
+        self.follow()
 
 
 def refuse_inner(shape: torch.Size, row_dims: int, ndim: int) -> None:

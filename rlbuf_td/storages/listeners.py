@@ -92,6 +92,13 @@ class Listener:
         :meth:`PackedStorage.tell_replaced` calls this method.
         """
 
+    def _complete_reserved(self) -> None:
+        """Add the entries that will be written to the reserved rows, which are about to
+        be shared."""
+
+    def _rows_shared(self) -> None:
+        """Share what follows from the rows, too, unless it is shared already."""
+
     def _rows_restored(self) -> None:
         """Connect to the restored storage, after a copy or unpickling."""
 

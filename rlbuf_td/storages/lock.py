@@ -39,7 +39,9 @@ class ProcessLock:
     ones that receive the lock.
 
     If the holder dies, the system releases the lock, and the next holder calls
-    ``guarded.recover``.
+    ``guarded.recover``. Ctrl-C ends the wait for the lock; while the lock is held, it
+    waits for the release: otherwise, it could come before the release, which other
+    processes would then wait for.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class ProcessLock:
             return self
         try:
             fcntl.lockf(self._file.descriptor, fcntl.LOCK_EX)
+            defer_sigint.__enter__()
         except BaseException:
+            fcntl.lockf(self._file.descriptor, fcntl.LOCK_UN)
             self.threads.release()
             raise
         self._depth = 1
@@ -114,6 +118,7 @@ class ProcessLock:
         self._depth = 0
         fcntl.lockf(self._file.descriptor, fcntl.LOCK_UN)
         self.threads.release()
+        defer_sigint.__exit__()  # last: raises the KeyboardInterrupt that has come
 
     def __getstate__(self) -> dict[str, object]:
         return {"_file": self._file, "_inside": self._inside, "_guarded": self._guarded}

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,16 +143,19 @@ def require_room(
     scratch_dir: Path | None = None,
     shared: bool = False,
     lazily: bool = False,
-    room: Room | None = None,
+    room_of: Callable[[], Room] | None = None,
 ) -> None:
     """Raise an error if ``nbytes`` are not free; if ``lazily``, raise only if they
     exceed the total, and else warn.
 
-    ``room`` is the memory to look at, default: that of the other arguments.
+    ``room_of`` returns the memory to look at, default: that of the other arguments.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
-    room = room or room_for(device, scratch_dir=scratch_dir, shared=shared)
+    if room_of is None:
+        room = room_for(device, scratch_dir=scratch_dir, shared=shared)
+    else:
+        room = room_of()
     message = f"{purpose.what} {show_bytes(nbytes)}, but {room.words()}"
     limit = room.total if lazily else room.free
     if limit is not None and nbytes > limit:

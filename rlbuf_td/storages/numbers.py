@@ -43,12 +43,12 @@ class SharedNumbers:
     def keep_in(self, file: SharedFile, start: int, *, found: bool) -> None:
         """Move the numbers to byte ``start`` of a file; if ``found``, replace them by
         those that are there."""
-        before, count = self.values, len(self.values)
+        count = len(self.values)
         memory = mmap.mmap(file.descriptor, start + 8 * count)
-        self.values = (_TYPES[self._kind] * count).from_buffer(memory, start)
+        values = (_TYPES[self._kind] * count).from_buffer(memory, start)
         if not found:
-            self.values[:] = before[:]
-        self._place = file, start
+            values[:] = self.values[:]
+        self.values, self._place = values, (file, start)
 
     def __getitem__(self, position: int) -> Any:
         return self.values[position]

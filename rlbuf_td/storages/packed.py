@@ -39,6 +39,7 @@ from rlbuf_td.storages.episodes import (
     STALE,
     EpisodeKeys,
     Episodes,
+    StorageKeys,
     refuse_inner,
 )
 from rlbuf_td.storages.indexing import coordinates, flat_rows, written_rows
@@ -56,10 +57,11 @@ from rlbuf_td.storages.memory import (
     ROWS_FILE,
     HeadFile,
     RowsFile,
+    SharedFile,
     allocate_bytes,
     delete_rows_file,
 )
-from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
@@ -105,6 +107,10 @@ _COPY = Purpose(
     "A copy of the written rows in shared memory takes",
     "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
 )
+_PARTS = Purpose(
+    "Priorities and trajectories of a shared buffer take",
+    "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
+)
 _STATE_FILE = "storage.pt"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = (
@@ -138,6 +144,7 @@ class PackedStorage(LazyTensorStorage):
         shared: call :meth:`share_memory_` in the constructor (CPU only); the first
             process that writes allocates the rows, in shared memory or in
             ``scratch_dir``. On Linux, the size of ``/dev/shm`` does not limit the rows.
+            The attribute of this name says whether other processes may use the rows.
         share_next: store an observation once if the next observation of a row and the
             observation of the following row in the same lane have equal bytes. ``True``
             deduplicates all keys at the root that also exist under ``"next"``; a list
@@ -242,8 +249,6 @@ class PackedStorage(LazyTensorStorage):
     reopened = False  # whether an earlier process has left rows
     is_closed = False  # whether :meth:`close` has released the rows
     episodes: Episodes | None = None  # of rows with flags or ids that end episodes
-    episode_keys = EpisodeKeys()
-    uses_episode_keys = False  # whether somebody looks up episodes by these keys
     # whether a writer may compute entries when rows are read, see :meth:`complete`
     has_estimates = False
     # how rows are written; None: the next write chooses
@@ -293,14 +298,11 @@ class PackedStorage(LazyTensorStorage):
         self.scratch_dir: Path | None = (
             None if scratch_dir is None else Path(scratch_dir).absolute()
         )
-        self.existsok, self.auto_cleanup, self.shared, self.reopen = (
-            existsok,
-            bool(auto_cleanup),
-            shared,
-            reopen,
-        )
+        self.existsok, self.auto_cleanup = existsok, bool(auto_cleanup)
+        self.reopen = reopen
         # the class of the rows in `get`; None: TensorDict
         self.row_class: RowClass | None = None
+        self.keys = StorageKeys()  # of episodes
         # whether the rows were allocated by `reserve`; the first write may add keys
         self.is_reserved = False
         for name in (
@@ -312,8 +314,10 @@ class PackedStorage(LazyTensorStorage):
             self.__dict__.pop(name, None)
         self._begin()
         watch_forks(self)
-        if reopen or shared:
-            self._reopen() if reopen else self.share_memory_()
+        if reopen:
+            self._reopen()
+        if shared:
+            self.share_memory_()
 
     def _refuse_device(
         self, device: torch.device | str, needing: str | None = None
@@ -356,7 +360,7 @@ class PackedStorage(LazyTensorStorage):
         """Continue the rows that an earlier process has left in ``scratch_dir``."""
         file = HeadFile(cast("Path", self.scratch_dir))
         try:
-            self._share(file)
+            self._move_rows(file)
             # maps the rows, and finishes or gives up a write during which the earlier
             # process died
             with self.lock:
@@ -380,6 +384,11 @@ class PackedStorage(LazyTensorStorage):
         self.live: Rows | None = None  # the written rows, cached by the last read
         self.episodes = self.write_plan = None
         self._ring = Ring(1, 1)
+        # whether other processes may use the rows, wherever these lie; all that belongs
+        # to the rows is then shared, too
+        self.shared = False
+        # what describes the rows to processes that map them: those that share them, or
+        # a later one (`reopen`)
         self.shared_rows: SharedRows | None = None
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
         # id of the creating process; forked processes have their own rows
@@ -455,23 +464,50 @@ class PackedStorage(LazyTensorStorage):
         if self.episodes is not None:
             self.episodes.mark(state)
 
+    @property
+    def episode_keys(self) -> EpisodeKeys:
+        """The keys by which writes and look-ups of all processes find episodes."""
+        return self.keys.pair
+
+    @property
+    def uses_episode_keys(self) -> bool:
+        """Whether somebody looks up episodes by these keys, in any process."""
+        return self.keys.are_used
+
     def use_episode_keys(self, keys: EpisodeKeys) -> None:
-        """Look up episodes by these keys; ValueError if others are in use."""
-        if keys != self.episode_keys:
-            if self.uses_episode_keys:
-                raise ValueError(
-                    f"this storage looks up episodes by done_key={self.episode_keys.done_key} and traj_key="
-                    f"{self.episode_keys.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
-                    "for all samplers and indices over a storage"
-                )
-            with self.lock, defer_sigint:
-                self.episode_keys, self.episodes = keys, None
-                if self.rows is not None:
-                    self.find_episodes()
-                    self.mark_episodes(STALE if self.reopened else NEW)
-                    if self.reopened and self.episodes is not None:
-                        self.episodes.end()
-        self.uses_episode_keys = True
+        """Look up episodes by these keys; ValueError if others are in use, in this
+        process or in another one that shares the rows."""
+        known = self.keys
+        if keys == known.pair and known.are_used and not known.are_outdated:
+            return
+        with self.lock, defer_sigint:  # takes the pair that another process has set
+            if keys != known.pair:
+                if known.are_used:
+                    raise ValueError(
+                        f"this storage looks up episodes by done_key={known.pair.done_key} and traj_key="
+                        f"{known.pair.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
+                        "for all samplers and indices over a storage, in all processes that share it"
+                    )
+                self._replace_keys(keys, STALE if self.reopened else NEW)
+                if self.reopened and self.episodes is not None:
+                    self.episodes.end()
+            known.use()
+
+    def _replace_keys(self, keys: EpisodeKeys, state: int) -> None:
+        """Find episodes by other keys; ``state`` says what the next look-up must do."""
+        self.keys.refuse_long(keys)
+        if self.rows is not None:
+            due = self._ring.numbers[EPISODES_DUE]
+            # first: a process that dies here leaves numbers that are built again
+            self._ring.numbers[EPISODES_DUE] = max(due, state)
+        self.keys.replace(keys)
+        self.refind_episodes()
+
+    def refind_episodes(self) -> None:
+        """Find episodes by other keys than before, in rows if there are any."""
+        self.episodes = self.write_plan = None
+        if self.rows is not None:
+            self.find_episodes()
 
     def find_episodes(self, before: Episodes | None = None) -> None:
         """Make the numbers of the rows' episodes, equal to those of ``before`` if it is
@@ -501,8 +537,7 @@ class PackedStorage(LazyTensorStorage):
             and keys != self.episode_keys
             and not self.uses_episode_keys
         ):
-            self.episode_keys, self.episodes = keys, None
-            self.find_episodes()
+            self._replace_keys(keys, NEW)
         if self.episodes is not None:
             self.episodes.load(saved if keys == self.episode_keys else None)
 
@@ -840,11 +875,11 @@ class PackedStorage(LazyTensorStorage):
     ) -> WritePlan:
         """Choose how rows are written; allocate them for ``data`` if this is the first
         write."""
+        self._enter()
         if lanes is not None:
             self._fix_lanes(data)
         else:
             self._admit(data.transpose(0, 1) if lanes_first else data, single)
-        self._enter()
         with torch.inference_mode(False):
             reason = unwritable(self)
             self.write_plan = plan = (
@@ -1252,9 +1287,9 @@ class PackedStorage(LazyTensorStorage):
     def _enter(self) -> None:
         """Refuse or warn of the first change of rows that are not shared in a forked
         process."""
-        if self.shared_rows is not None or self.process == os.getpid():
+        if self.shared or self.process == os.getpid():
             return
-        if self.all_rows().is_mapped:
+        if self.scratch_dir is not None:
             raise RuntimeError(
                 f"this process was forked, and its parent writes to the same file of rows in {self.scratch_dir}: "
                 "share the buffer before forking (rb.share()), or give each process a folder of its own"
@@ -1415,9 +1450,14 @@ class PackedStorage(LazyTensorStorage):
             return self._rows_in(memory, layout, shape, dedup)
 
     def map_rows(
-        self, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None
+        self,
+        layout: RowLayout,
+        shape: torch.Size,
+        dedup: DedupLayout | None,
+        memory: SharedFile,
     ) -> Rows:
-        """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
+        """Map the rows that lie in the file of ``scratch_dir`` or in shared
+        ``memory``."""
         nbytes = (
             prod(shape) * layout.row_bytes
             if dedup is None
@@ -1425,11 +1465,7 @@ class PackedStorage(LazyTensorStorage):
         )
         with torch.inference_mode(False):
             folder = self.scratch_dir
-            file = (
-                RowsFile.open(folder, nbytes)
-                if folder
-                else cast("SharedRows", self.shared_rows).file
-            )
+            file = memory if folder is None else RowsFile.open(folder, nbytes)
             return self._rows_in(file.map(nbytes), layout, shape, dedup)
 
     def _rows_in(
@@ -1583,62 +1619,88 @@ class PackedStorage(LazyTensorStorage):
         """Share the rows with processes that are forked later, or that are spawned and
         receive this storage.
 
-        Rows in RAM move to shared memory. If no rows are allocated yet, the first
+        Rows in RAM move to shared memory, and so do the priorities and counts of all
+        buffers over this storage: ``shared=True``, this method and
+        :meth:`ReplayBuffer.share` do the same. If no rows are allocated yet, the first
         process that writes allocates them. The storage's ``lock`` admits one process at
         a time. If a process dies during a write, the new rows are missing, and the rows
         that they were about to replace may be gone. All of them must have numba, or
-        none: others disagree about episodes.
+        none: others disagree about episodes. Ctrl-C waits until everything is shared.
 
         Cost: one copy of all rows in RAM.
 
         Raises:
             ValueError: the rows are not on the CPU.
-            MemoryError: the written rows do not fit into shared memory a second time;
-                nothing has changed.
+            MemoryError: the written rows do not fit into shared memory a second time,
+                or the priorities do not fit there; nothing has changed.
         """
-        self._share()
+        self._refuse_sharing()
+        import_kernels()
+        with self.lock, defer_sigint:
+            if self.is_reserved:
+                for each in listeners_of(self).own():
+                    each._complete_reserved()
+            parts = [*self._parts()]
+            nbytes = sum(getattr(part, "bytes_to_share", 0) for part in parts)
+            require_room(nbytes, torch.device("cpu"), _PARTS, room_of=shared_tensors)
+            if self.shared_rows is None:
+                self._move_rows()
+            self.keys.share_memory_()
+            self.share_parts()
+            self.shared = True
         return self
 
-    def _share(self, head_file: HeadFile | None = None) -> None:
-        if self.shared_rows is not None:
-            return
+    def share_parts(self) -> None:
+        """Share what the buffers and other listeners of this storage keep about the
+        rows, unless they share it already."""
+        self.write_plan = None  # holds addresses of what moves
+        for part in self._parts():
+            share = getattr(part, "share_memory_", None)
+            if share is not None:
+                share()
+        for each in listeners_of(self).own():
+            each._rows_shared()
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield the writers and samplers of all buffers over this storage."""
+        for each in listeners_of(self):
+            yield from parts_of(each)
+
+    def _refuse_sharing(self) -> None:
+        """Raise a ValueError if the rows are not on the CPU."""
         if torch.device("cpu" if self.device == "auto" else self.device).type != "cpu":
             raise ValueError(
                 f"rows on {self.device} cannot be shared by several processes: keep them on the CPU, and move batches "
                 f"(a transform does), or let one process write"
             )
-        import_kernels()
-        with self.lock:
-            rows = self.rows
-            # to be copied
-            written = (
-                None
-                if rows is None or self.scratch_dir is not None
-                else self.written_rows()
-            )
-            if written is not None:
-                nbytes = sum(
-                    tensor.nbytes
-                    for tensor in (written.matrix, *written.used_entries())
-                )
-                require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
-            self.device = torch.device("cpu")
-            self.shared_rows = shared = SharedRows(self)
-            lock = ProcessLock(shared, self.lock)
-            if head_file is not None:
-                shared.keep_in(head_file)
-                lock.keep_in(head_file)
-            self.is_reserved = False  # reserved rows can no longer be replaced
+
+    def _move_rows(self, head_file: HeadFile | None = None) -> None:
+        """Move rows and serials to memory that other processes can map; an error
+        changes nothing."""
+        rows = self.rows
+        shared = SharedRows(self)
+        lock = ProcessLock(shared, self.lock)
+        if head_file is not None:
+            shared.keep_in(head_file)
+            lock.keep_in(head_file)
+            self.keys.keep_in(head_file)
+        if rows is not None and self.scratch_dir is None:
+            written = self.written_rows()
+            entries = written.used_entries()
+            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
+            require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
+            rows = self.map_rows(rows.layout, rows.shape, rows.dedup, shared.file)
+            rows.restore_(written.matrix, entries)
+        self.shared_rows = shared
+        try:
             if rows is not None:
-                self.adopt(
-                    rows
-                    if written is None
-                    else self.map_rows(rows.layout, rows.shape, rows.dedup)
-                )
-            if written is not None:
-                self.all_rows().restore_(written.matrix, written.used_entries())
-            self.shared = self.scratch_dir is None
-            self.lock, self.live = lock, None
+                self.adopt(rows)
+        except BaseException:
+            self.shared_rows = None
+            raise
+        self.device = torch.device("cpu")
+        self.is_reserved = False  # reserved rows can no longer be replaced
+        self.lock, self.live = lock, None
 
     def _share_memory_(self) -> None:
         """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets
@@ -1653,11 +1715,7 @@ class PackedStorage(LazyTensorStorage):
     def _fork_safe(self) -> bool:
         """Return whether a forked process has as many rows as its length says; the
         workers of a DataLoader ask."""
-        return (
-            self.shared_rows is not None
-            or self.rows is None
-            or self.device.type != "cpu"
-        )
+        return self.shared or self.rows is None or self.device.type != "cpu"
 
     def _make_init_directory(self) -> None:
         """Do nothing. TorchRL's collectors require this method before they let workers
@@ -1941,8 +1999,9 @@ class PackedStorage(LazyTensorStorage):
             self._attached_entities_list = Listeners(self._attached_entities_list)
         if saved is not None:
             revision, content = saved
+            is_shared = self.shared
             self._begin()
-            if self.shared:
+            if is_shared:
                 self.share_memory_()
             self.load(content)  # a copy continues open trajectories
             # what was cached for the original is valid for the copy
@@ -1959,8 +2018,10 @@ class PackedStorage(LazyTensorStorage):
         if rows is None:
             return f"{name}(max_size={self.max_size}, ndim={self.ndim}, device={self.device}, empty)"
         place = str(rows.matrix.device)
-        if self.shared or self.scratch_dir is not None:
-            place = "shared memory" if self.shared else "mapped file"
+        if self.scratch_dir is not None:
+            place = "mapped file" + ", shared" * self.shared
+        elif self.shared:
+            place = "shared memory"
         saved = sum(self.saved_bytes.values())
         place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
         lines = (

@@ -51,6 +51,7 @@ class SharedRows(Attached):
         self._beside: SharedFile = NamelessFile()  # for all else
         # Size of the rows' description in bytes (0: none yet), and its checksum.
         self._described = SharedNumbers("q", [0, 0]).share_memory_()
+        self._keys = storage.keys
         self._has_rows = False  # whether this process maps the rows
         # memory for the numbers of episodes
         self.of_episodes: torch.Tensor | None = None
@@ -83,6 +84,8 @@ class SharedRows(Attached):
         length = self._described[0]
         if length and not self._has_rows:
             storage = self.storage
+            if storage.keys.are_outdated:
+                storage.keys.follow()
             if self._head_file is not None:
                 self._head_file.refuse_short(length)
             text = bytes(self._beside.map(length).numpy())
@@ -99,7 +102,8 @@ class SharedRows(Attached):
             storage.row_class = storage.row_class or RowClass.of_state(
                 found.get("row_class")
             )
-            storage.adopt(storage.map_rows(layout, shape, saved_dedup(layout, found)))
+            dedup = saved_dedup(layout, found)
+            storage.adopt(storage.map_rows(layout, shape, dedup, self.file))
 
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move their ring to shared
@@ -159,6 +163,9 @@ class SharedRows(Attached):
 
     def entered(self) -> None:
         self.find()
+        if self._keys.are_outdated:
+            self._keys.follow()
+            self.storage.refind_episodes()
 
     def leaving(self, failed: bool) -> bool:
         return not (failed and self.storage._ring.dirty)
@@ -185,6 +192,10 @@ def _hold() -> None:
         lock = getattr(storage.lock, "threads", storage.lock)
         if lock.acquire(timeout=_LONGEST):
             held.append(lock)
+            # what has been attached since the rows were shared: parts of TorchRL's
+            # buffers and of copied ones
+            if storage.shared:
+                storage.share_parts()
     numba = sys.modules.get("numba.core.compiler_lock")
     if numba is not None:  # last: calls compile while they hold the lock of a storage
         numba.global_compiler_lock.acquire()
@@ -201,7 +212,7 @@ def _begin_child() -> None:
     write makes another one."""
     _release()
     for storage in list(_storages):
-        if storage.shared_rows is None:
+        if not storage.shared:
             storage.write_plan = None
 
 

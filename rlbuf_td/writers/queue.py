@@ -91,10 +91,7 @@ class QueueWriter(TimeWriter):
         """Mark the oldest ``count`` waiting rows as taken; return their index. The
         caller holds the buffer's lock."""
         steps, numbers = capacity_in_steps(self._storage), self.numbers
-        if (
-            self._storage.shared_rows is not None
-            and numbers[_TURN] != self._storage.lock.turn
-        ):
+        if self._storage.shared and numbers[_TURN] != self._storage.lock.turn:
             numbers[_BEFORE], numbers[_TURN] = numbers[_TAKEN], self._storage.lock.turn
         start = self._cursor - self.waiting
         # atomic: all rows are taken, or none
@@ -105,7 +102,7 @@ class QueueWriter(TimeWriter):
         """Count as waiting what a process that died was taking; see
         :class:`~rlbuf_td.storages.listeners.Recovers`."""
         super().recover(storage, new)
-        if storage.shared_rows is not None and self.numbers[_TURN] == storage.lock.turn:
+        if storage.shared and self.numbers[_TURN] == storage.lock.turn:
             self.numbers[_TAKEN] = self.numbers[_BEFORE]
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:

@@ -29,6 +29,7 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     ReservoirWriter,
+    RingWriter,
     SchemaError,
     TrajectoryIndex,
     UniformSampler,
@@ -649,19 +650,65 @@ def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:
     assert (magnitude == own(number)).all()
 
 
-def test_a_forked_process_needs_shared_priorities(tmp_path: Path) -> None:
+def test_a_forked_process_needs_a_shared_buffer(tmp_path: Path) -> None:
     rb = start(tmp_path, 0, "proportional")
-    said = RawArray("b", 2)
+    empty = ReplayBuffer(storage=opened(tmp_path / "empty"))
+    refusals = [
+        (lambda: write(rb, 0, 3), r"share the buffer before forking \(rb.share\(\)\)"),
+        (lambda: update_all(rb), r"call rb.share\(\) before a fork"),
+        (lambda: write(empty, 0, 3), "share the buffer before forking"),
+    ]
+    said = RawArray("b", len(refusals))
 
     def work() -> None:
-        for place, call in enumerate((lambda: write(rb, 0, 3), lambda: update_all(rb))):
-            with pytest.raises(RuntimeError, match=r"call rb.share\(\) before a fork"):
+        for place, (call, words) in enumerate(refusals):
+            with pytest.raises(RuntimeError, match=words):
                 call()
             said[place] = 1
         die()
 
     killed(work)
-    assert list(said) == [1, 1]
+    assert list(said) == [1, 1, 1]
+    assert not (tmp_path / "empty" / "rows.bin").exists()
+
+
+def test_parts_of_reopened_rows_cannot_be_replaced(tmp_path: Path) -> None:
+    rb = start(tmp_path, 0, "proportional")
+    for replace in (
+        lambda: rb.set_sampler(UniformSampler()),
+        lambda: rb.set_writer(RingWriter()),
+        lambda: rb.set_storage(PackedStorage(CAPACITY)),
+    ):
+        with pytest.raises(RuntimeError, match="of a reopened buffer: its folder"):
+            replace()
+    write(rb, 0, 3)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_next_process_may_find_episodes_by_other_keys(
+    shared: bool, tmp_path: Path
+) -> None:
+    step = torch.arange(12)
+    data = TensorDict(
+        {
+            "x": step,
+            "next": {
+                "done": (step % 3 == 2)[:, None],
+                "ended": (step % 5 == 4)[:, None],
+            },
+        },
+        [12],
+    )
+    expected = {"done": step % 3, "ended": step % 5}
+    for number, name in enumerate(("ended", "done", "ended")):
+        storage = PackedStorage(12, scratch_dir=tmp_path, reopen=True, shared=shared)
+        with ReplayBuffer(storage=storage) as rb:
+            if not number:
+                rb.extend(data)
+            index = TrajectoryIndex(storage, done_key=("next", name))
+            assert torch.equal(index.steps_back(step), expected[name])
+            with pytest.raises(ValueError, match="in all processes that share it"):
+                TrajectoryIndex(storage, done_key=("next", "other"))
 
 
 def second(storage: PackedStorage, sampler: Any) -> ReplayBuffer:

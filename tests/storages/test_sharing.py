@@ -22,7 +22,6 @@ import torch
 from numba.core.compiler_lock import global_compiler_lock
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td import (
     GymnasiumRecorder,
@@ -157,9 +156,10 @@ def record(rb: ReplayBuffer, steps: int = 5) -> None:
         recorder.step(env.action_space.sample())
 
 
-def test_recorders_of_all_processes_use_different_trajectory_numbers():
+@pytest.mark.parametrize("how", ["rb.share()", "storage.share_memory_()"])
+def test_recorders_of_all_processes_use_different_trajectory_numbers(how):
     rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 30, batch_size=8)
-    rb.share()
+    rb.share() if how == "rb.share()" else rb.storage.share_memory_()
     record(rb)
     for _ in range(2):
         elsewhere(record, rb)
@@ -257,15 +257,11 @@ def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(
 
 
 def test_priorities_that_are_not_shared_cannot_be_sent():
-    rb = TensorDictReplayBuffer(
-        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
+    process = mp.get_context("spawn").Process(
+        target=len, args=(ProportionalSampler(10),)
     )
-    rb.extend(rows(0, 5))
-    rb.share()  # TorchRL's buffer cannot share them
-    for sent in (ProportionalSampler(10), rb):
-        process = mp.get_context("spawn").Process(target=len, args=(sent,))
-        with pytest.raises(RuntimeError, match=r"Share the buffer first: rb.share\(\)"):
-            process.start()
+    with pytest.raises(RuntimeError, match=r"Share the buffer first: rb.share\(\)"):
+        process.start()
 
 
 def points(count: int) -> TensorDict:
