@@ -7,11 +7,17 @@ of all the text before it. A state consists of numbers, strings, lists, dicts wi
 string keys, and tensors, and is never pickled. Tuples and shapes become lists. NaN and
 infinity are written as Python's ``json`` writes them. A tensor is
 ``{"$tensor": {"dtype", "shape", "chunks"}}``; its bytes are those of its chunks, in
-order. A chunk is a file, whose name is the checksum and the number of its bytes.
+order. A chunk is a file, whose name is the checksum and the number of its bytes. All
+checksums are BLAKE2b with 16 bytes.
+
+A dump keeps the chunks of the previous dump that it needs again. Before it keeps one,
+it compares the file's content with the data, once per process and file: a chunk that
+has changed on the disk is written again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,7 +26,6 @@ import secrets
 import shutil
 import stat
 import sys
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,14 +48,22 @@ _TENSOR = "$tensor"
 # where a buffer's state holds the tensors of its rows
 _ROWS = ("_storage", "rows"), ("_storage", "entries")
 _FOLDER = re.compile(r"([a-z]+)-[0-9a-f]{16}")
-_CHUNK = re.compile(r"[0-9a-f]{24}-([0-9]{1,18})\.bin")
+_CHUNK = re.compile(r"[0-9a-f]{32}-([0-9]{1,18})\.bin")
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
-_SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
+_SUFFIX_BYTES = len(_SUFFIX.format("0" * 32))
+# how each manifest begins and ends: one of them tells a damaged manifest from another
+# program's file
+_BEGIN = f'{{\n "format": "{FORMAT}"'.encode()
+_END = re.compile(rb',\n"checksum": "[0-9a-f]{32}"\n\}\n')
 _WAIT_S = 600.0
 CHUNK_BYTES = 8 << 20
 # threads; their number does not depend on the cores, because they wait for the disk
 _WRITERS = 8
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
+# The chunks whose content this process has compared: device, inode, size and
+# time of change of the file, and its name.
+_verified: set[tuple[int, int, int, int, str]] = set()
+_MOST_VERIFIED = 1 << 17  # then all are forgotten, and are verified again
 #: Errors of decoding or loading a malformed state. A manifest with a valid checksum may
 # contain anything.
 _MALFORMED = (
@@ -77,19 +90,43 @@ class CheckpointError(ValueError):
 
 
 def checksum(data: np.ndarray | bytes) -> str:
-    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24
-    hexadecimal digits."""
-    # the sum finds changes that a CRC alone would miss (one in 4e9)
-    array = np.frombuffer(data, np.uint8)
-    whole = len(array) // 8 * 8
-    words = int(array[:whole].view("<u8").sum(dtype=np.uint64)) + int.from_bytes(
-        array[whole:].tobytes(), "little"
-    )
-    return f"{zlib.crc32(array.data):08x}{words % (1 << 64):016x}"
+    """Return the 16-byte BLAKE2b hash of bytes, as 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()  # pyrefly: ignore [bad-argument-type]
 
 
 def chunk_name(data: np.ndarray | bytes) -> str:
     return f"{checksum(data)}-{len(data)}.bin"
+
+
+def _holds(file: Path, data: np.ndarray) -> bool:
+    """Whether a chunk's file, which has the name of ``data``, also has its content."""
+    key = _verified_key(file)
+    if key in _verified:
+        return True
+    try:
+        is_sound = np.array_equal(np.fromfile(file, np.uint8), data)
+    except OSError:  # the disk cannot read it
+        return False
+    if is_sound:
+        _note_verified(key)
+    return is_sound
+
+
+def _verified_key(file: Path) -> tuple[int, int, int, int, str]:
+    status = file.lstat()
+    return (
+        status.st_dev,
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+        file.name,
+    )
+
+
+def _note_verified(key: tuple[int, int, int, int, str]) -> None:
+    if len(_verified) >= _MOST_VERIFIED:
+        _verified.clear()
+    _verified.add(key)
 
 
 def _chunk_size(name: object) -> int:
@@ -111,8 +148,8 @@ class DumpWriter:
         self.path, self.about = path, about
         self.previous = self._previous()
         (path / DATA).mkdir(exist_ok=True)
-        # of files that need not be written, or are being written
-        self._names = self.clean()
+        # chunks of the previous dump, and those of this one: compared or written
+        self._kept, self._own = self.clean(), set[str]()
         self._lock = Lock()
 
     def _previous(self) -> Dump | None:
@@ -132,7 +169,7 @@ class DumpWriter:
         """Write a state, whose tensors may be on any device, and replace the manifest
         by one of this dump.
 
-        A chunk that is in the previous dump is not written again.
+        A chunk that is in the previous dump is not written again if its file is sound.
         """
         found: list[tuple[torch.Tensor, dict[str, Any]]] = []
         document = {
@@ -159,11 +196,15 @@ class DumpWriter:
     def _put(self, part: torch.Tensor) -> str:
         data = part.cpu().numpy()
         name = chunk_name(data)
-        with self._lock:
-            is_known = name in self._names
-            self._names.add(name)
-        if not is_known:
-            _write_file(self.path / DATA / name, data)
+        with self._lock:  # equal parts have one file
+            is_first = name not in self._own
+            self._own.add(name)
+        file = self.path / DATA / name
+        if not is_first or (name in self._kept and _holds(file, data)):
+            return name
+        # a new file: other dumps of shards may have links to the damaged one
+        file.unlink(missing_ok=True)
+        _write_file(file, data)
         return name
 
     def clean(self) -> set[str]:
@@ -173,7 +214,11 @@ class DumpWriter:
         listed = {found[0] for found in _CHUNK.finditer(dump.text)} if dump else ()
         for file in (self.path / DATA).iterdir():
             named = _CHUNK.fullmatch(file.name)
-            if named and file.name in listed and file.lstat().st_size == int(named[1]):
+            status = file.lstat()
+            is_whole = named is not None and (
+                stat.S_ISREG(status.st_mode) and status.st_size == int(named[1])
+            )
+            if is_whole and file.name in listed:
                 kept.add(file.name)
             elif named:
                 file.unlink()
@@ -294,9 +339,7 @@ class Dump:
                 raise CheckpointError(
                     f"{file} is damaged or cut short: its checksum does not match"
                 )
-            raise CheckpointError(
-                f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged"
-            )
+            raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td")
         try:
             self.text = data.decode()
             document = json.loads(self.text)
@@ -400,10 +443,12 @@ class SavedTensor:
         with open(file, "rb") as opened:
             if opened.readinto(data) != nbytes:  # pyrefly: ignore [bad-argument-type]
                 raise CheckpointError(f"{file} became shorter while it was read")
+            key = _verified_key(file)
         if chunk_name(data) != name:
             raise CheckpointError(
                 f"{file} is damaged: its checksum does not match the manifest's"
             )
+        _note_verified(key)
         if target is not None and not target.is_cpu:
             target.copy_(torch.from_numpy(data))
 
@@ -466,7 +511,10 @@ def load_state(path: str | Path, kind: str) -> State:
 
 
 def _is_ours(data: bytes) -> bool:
-    return FORMAT.encode() in data[:100]
+    """Whether bytes can be those of a manifest that was cut short or damaged."""
+    begin = data[: len(_BEGIN)]
+    is_cut = begin == _BEGIN[: len(begin)]
+    return is_cut or _END.fullmatch(data[-_SUFFIX_BYTES:]) is not None
 
 
 def _instead(path: Path) -> str:

@@ -87,7 +87,7 @@ def dumped(path, **kwargs):
 
 def test_what_a_killed_dump_left_is_removed_by_the_next(tmp_path):
     rb = dumped(tmp_path)
-    left = [tmp_path / "data" / f"{0:024x}-1.bin", tmp_path / "manifest.json.next"]
+    left = [tmp_path / "data" / f"{0:032x}-1.bin", tmp_path / "manifest.json.next"]
     mine = [tmp_path / "data" / "notes.txt", tmp_path / "manifest.json.backup"]
     for file in (*left, *mine):
         file.write_text("?")
@@ -95,6 +95,62 @@ def test_what_a_killed_dump_left_is_removed_by_the_next(tmp_path):
     rb.dumps(tmp_path)
     assert not any(file.exists() for file in left)
     assert all(file.exists() for file in mine)
+    make().loads(tmp_path)
+
+
+def flip(file: Path) -> None:
+    """Change one bit of a file; the file keeps its size and its time of change."""
+    times = file.stat()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damaged", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("again", ["the next dump", "a dump after a load"])
+def test_a_dump_writes_chunks_again_that_are_damaged_on_the_disk(
+    damaged, again, tmp_path
+):
+    rb = dumped(tmp_path, steps=500)
+    if again == "a dump after a load":
+        rb = make(steps=500)
+        rb.loads(tmp_path)
+        for file in (tmp_path / "data").iterdir():  # as new files are
+            os.utime(file, ns=(0, 0))
+    for file in (tmp_path / "data").iterdir():
+        damaged(file)
+    rb.dumps(tmp_path)
+    other = make(steps=500)
+    other.loads(tmp_path)
+    assert_same(other.storage[:], rb.storage[:])
+
+
+def test_a_dump_keeps_the_files_of_sound_chunks(tmp_path):
+    rb = dumped(tmp_path)
+    files = {file: file.stat().st_ino for file in (tmp_path / "data").iterdir()}
+    for _ in range(2):  # once compared, once remembered
+        rb.dumps(tmp_path)
+        found = {file: file.stat().st_ino for file in (tmp_path / "data").iterdir()}
+        assert found == files
+
+
+def test_a_manifest_is_damaged_wherever_it_is_cut_or_changed(tmp_path):
+    rb = dumped(tmp_path)
+    file = tmp_path / "manifest.json"
+    whole = file.read_bytes()
+    lengths = [*range(60), *range(60, len(whole), 301), len(whole) - 1]
+    damaged = [whole[:length] for length in lengths]
+    damaged += [b"?" + whole[1:], whole[:9] + b"?" + whole[10:]]
+    for data in damaged:
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match="is damaged or cut short"):
+            make().loads(tmp_path)
+    rb.dumps(tmp_path)  # over the last of them
     make().loads(tmp_path)
 
 
@@ -234,7 +290,7 @@ def resign(path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.bin", "/etc/passwd", f"{0:024x}-1.bin/../../x", None]
+    "name", ["../outside.bin", "/etc/passwd", f"{0:032x}-1.bin/../../x", None]
 )
 def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
     dumped(tmp_path)
