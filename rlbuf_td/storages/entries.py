@@ -273,7 +273,9 @@ class Entries:
         :mod:`rlbuf_td.kernels.rows.entries` hold."""
         for g, group in enumerate([] if self.numbers[_DIRTY] else self.groups):
             names = self.names(g).unflatten(0, (-1, self.lanes))
-            following = self._following[g].view(torch.int32).tolist()
+            used = int(self.numbers[2 + 2 * g])
+            # on a full disk, the links of other chunks cannot be read
+            following = self._following[g].view(torch.int32)[:used].tolist()
             rings = [_walk(following, int(self.numbers[1 + 2 * g]) - 1)]
             for lane in range(self.lanes):
                 rows = names[np.arange(*head[:, lane]) % len(names), lane].tolist()
@@ -299,7 +301,7 @@ class Entries:
                     raise AssertionError(
                         f"the entries of lane {lane} are not in the order of its rows: {rows}"
                     )
-            if sorted(chain.from_iterable(rings)) != [*range(self.numbers[2 + 2 * g])]:
+            if sorted(chain.from_iterable(rings)) != [*range(used)]:
                 raise AssertionError(f"a chunk is not in one ring or spare: {rings}")
 
     def forget(self) -> None:

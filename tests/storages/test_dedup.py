@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -384,3 +385,23 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
     assert_same(rb[:], plain[:])
     check_entries(rb.storage)
     assert rb.write_count == plain.write_count
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
+def test_reading_and_checking_takes_no_disk_space() -> None:
+    """On a full tmpfs, a read of space that was not reserved kills the process."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        rb = ReplayBuffer(
+            storage=PackedStorage(20_000, scratch_dir=folder, share_next=True),
+            batch_size=32,
+        )
+        rb.extend(chain(100, width=64))
+        before = os.stat(f"{folder}/rows.bin").st_blocks
+        rb.storage.check()
+        rb.sample()
+        rb[:]
+        rb.chronological()
+        rb.state_dict()
+        rb.dumps(f"{folder}/dump")
+        assert os.stat(f"{folder}/rows.bin").st_blocks == before
+        rb.storage.close()
