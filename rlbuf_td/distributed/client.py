@@ -7,19 +7,19 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
 from rlbuf_td.distributed.batches import Batches, Split, split
-from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links
+from rlbuf_td.distributed.links import GRACE, RECOVERY, SHUT_DOWN, Links, refuse_late
 from rlbuf_td.distributed.shard import (
     ROW,
     SHARD,
@@ -44,6 +44,13 @@ _REFRESH = 0.1
 # seconds in which rows that flow control has counted arrive in a shard, or are lost
 _ARRIVAL = 1.0
 _NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
+
+
+class Admission(NamedTuple):
+    """A batch or a write that flow control has admitted."""
+
+    epoch: int = 0  # of its counts; 0 without flow control
+    inserted: int = 0  # the number of rows written so far
 
 
 class Draw(NamedTuple):
@@ -94,14 +101,17 @@ class Client:
         self.beta = spec.beta  # may be set at any time
         self.generator: torch.Generator | None = None
         handles, self._flow, engine = connect()
-        self.links = Links(handles, engine)
+        self.links = Links(handles, engine, self._give_back_rows)
         self.links.ask("report", range(len(handles)), RECOVERY)
         self._home = home
         # a copy of a client is another writer
         self._writer = random.SystemRandom().getrandbits(62)
         # of the rows that this client writes
+        # once a shard has accepted some
         self._layout: tuple[RowLayout, bytes] | None = None
-        self._rows: bytes | None = None  # the layout of the rows in batches
+        # calls of flow control that may admit rows which nobody waits for, and what
+        # to take back then
+        self._abandoned: list[tuple[Any, dict[str, int]]] = []
         # handles and TD errors for the next requests
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []
         self._ready: Batches | None = None
@@ -142,7 +152,8 @@ class Client:
                 control, for 1 s: rows may be on their way), or if flow control does not
                 admit the batch.
             ShutDown: the buffer has been shut down.
-            TimeoutError: no batch was ready within ``timeout`` seconds.
+            TimeoutError: no batch was ready within ``timeout`` seconds; or, with
+                ``wait=False``, flow control has not answered for a minute.
             ShardLost: all shards are lost.
         """
         size = self.batch_size if batch_size is None else batch_size
@@ -153,48 +164,112 @@ class Client:
         self.links.require_open()
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
-            admitted = self._ask_flow(
-                "sample",
-                size,
-                wait,
-                None if deadline == inf else deadline - time.monotonic(),
-            )
-            with self._taken_back(admitted and admitted[0], sampled=size):
+            admission = self._admit_batch(size, wait, deadline)
+            with self._taken_back(admission, sampled=size):
                 if self._arrives(size, wait, deadline):
                     return self._ready.take(self.beta)  # pyrefly: ignore [missing-attribute]
             # The counted rows are lost. Without a restart, writes and batches would
             # wait for each other.
-            self._ask_flow("found_empty", *admitted, size)
+            self._flow.found_empty.remote(*admission, size)
             if not wait:
                 raise RuntimeError(EMPTY)
+
+    # -- flow control
 
     def _ask_flow(self, method: str, *given: Any) -> Any:
         """Call a method of flow control, and return its result; without flow control,
         return None."""
         if self._flow is None:
             return None
-        engine, call = self.links.engine, getattr(self._flow, method).remote(*given)
+        return self._flow_answer(
+            getattr(self._flow, method).remote(*given), time.monotonic() + RECOVERY
+        )
+
+    def _flow_answer(self, call: Any, deadline: float) -> Any:
+        """Return flow control's answer; TimeoutError if there is none by the
+        ``deadline``, because its process may be frozen."""
+        engine = self.links.engine
+        left = None if deadline == inf else max(0.0, deadline - time.monotonic())
         try:
-            if method == "insert" and not engine.wait([call], timeout=PATIENCE)[0]:
-                reason = engine.get(self._flow.why_no_write.remote(*given))
-                if not engine.wait([call], timeout=0)[0]:
-                    warn_of_slow_write(reason, stacklevel=3)
+            if not engine.wait([call], timeout=left)[0]:
+                raise TimeoutError("flow control has not answered in time")
             return engine.get(call)
         except RayActorError as error:
             raise ShutDown(
                 f"{SHUT_DOWN}, or the process of its flow control has crashed"
             ) from error
+        except RayTaskError as error:
+            raise error.cause from None  # without the traceback of its process
+
+    def _admit_batch(self, rows: int, wait: bool, deadline: float) -> Admission:
+        """Wait until flow control admits and counts a batch."""
+        if self._flow is None:
+            return Admission()
+        self._take_back_abandoned()
+        now = time.monotonic()
+        timeout = None if deadline == inf else deadline - now
+        call = self._flow.sample.remote(rows, wait, timeout)
+        with self._unless_abandoned(call, sampled=rows):
+            last = deadline + GRACE if wait else now + RECOVERY
+            return self._flow_answer(call, last)
+
+    def _admit_write(self, rows: int) -> Admission:
+        """Wait until flow control admits and counts a write; warn if this takes
+        long."""
+        if self._flow is None:
+            return Admission()
+        self._take_back_abandoned()
+        engine = self.links.engine
+        call = self._flow.insert.remote(rows)
+        with self._unless_abandoned(call, inserted=rows):
+            if not engine.wait([call], timeout=PATIENCE)[0]:
+                why = self._flow.why_no_write.remote(rows)
+                answers, _ = engine.wait([why], timeout=GRACE)
+                reason = engine.get(why) if answers else "flow control does not answer"
+                if not engine.wait([call], timeout=0)[0]:
+                    warn_of_slow_write(reason, stacklevel=3)
+            return self._flow_answer(call, inf)
 
     @contextmanager
-    def _taken_back(self, epoch: int | None, **rows: int) -> Iterator[None]:
+    def _unless_abandoned(self, call: Any, **rows: int) -> Iterator[None]:
+        """Note a call whose rows flow control may still count, if the ``with`` block
+        raises an error."""
+        try:
+            yield
+        except BaseException:
+            self._abandoned.append((call, rows))
+            self.links.engine.cancel(call)
+            raise
+
+    def _take_back_abandoned(self) -> None:
+        """Subtract the rows that flow control has counted for abandoned calls."""
+        waiting = []
+        for call, rows in self._abandoned:
+            if not self.links.engine.wait([call], timeout=0)[0]:
+                waiting.append((call, rows))
+                continue
+            with suppress(Exception):  # such as the TimeoutError of the call
+                self._take_back(self.links.engine.get(call).epoch, **rows)
+        self._abandoned = waiting
+
+    @contextmanager
+    def _taken_back(self, admission: Admission, **rows: int) -> Iterator[None]:
         """Subtract ``rows`` from flow control's counters if the ``with`` block raises
         an error."""
         try:
             yield
         except BaseException:
-            if self._flow is not None:
-                self._flow.take_back.remote(epoch, **rows)
+            self._take_back(admission.epoch, **rows)
             raise
+
+    def _take_back(self, epoch: int, **rows: int) -> None:
+        if self._flow is not None:
+            self._flow.take_back.remote(epoch, **rows)
+
+    def _give_back_rows(self, epoch: int, rows: int) -> None:
+        self._take_back(epoch, inserted=rows)
+
+    # -- batches
 
     def _arrives(self, size: int, wait: bool, deadline: float) -> bool:
         """Receive batches unless there are some; return False if rows that flow control
@@ -204,16 +279,18 @@ class Client:
         """
         arrival = time.monotonic() + (0.0 if self._flow is None else _ARRIVAL)
         while self._ready is None or not len(self._ready) or self._ready.size != size:
-            draw, self._ahead = self._ahead, None
-            if draw is None or draw.size != size:
-                draw = self._send(size)
-            if draw is not None:
+            if self._ahead is None or self._ahead.size != size:
+                self._ahead = self._send(size, deadline)
+            if self._ahead is not None:
+                # after a TimeoutError, the next call waits for the same answers
+                self.links.wait_for(self._ahead.calls, deadline)
+                draw, self._ahead = self._ahead, None
                 self._ready = self._receive(draw)
                 if self._ready is None:
                     self.retries += 1
                 elif self.prefetch:
                     # now, while the reported masses are current
-                    self._ahead = self._send(size)
+                    self._ahead = self._send(size, deadline)
                 continue
             now, links = time.monotonic(), self.links
             if (
@@ -224,22 +301,19 @@ class Client:
                 return False
             if now >= arrival and not wait:
                 raise RuntimeError(EMPTY)
-            if now > deadline:
-                raise TimeoutError(
-                    "the shards had no rows within the timeout of this call"
-                )
+            refuse_late(deadline, "the shards had no rows")
             time.sleep(0.005)
         return True
 
-    def _send(self, size: int) -> Draw | None:
+    def _send(self, size: int, deadline: float) -> Draw | None:
         """Request batches from the shards; return ``None`` if all shards are empty."""
         links = self.links
-        links.require_one()
+        links.require_one(deadline)
         windows, batches = self.spec.windows, max(1, self.prefetch)
         # ValueError if it is no multiple of a window
         draws = size if windows is None else windows.drawn_rows_of(size)
         if not any(report is not None and report.mass > 0.0 for report in links.known):
-            self._exchange(links.live)
+            self._exchange(links.live, deadline)
         known = list(links.known)
         mass = [0.0 if report is None else report.mass for report in known]
         masses = torch.tensor(mass, dtype=torch.float64, device="cpu")
@@ -296,17 +370,18 @@ class Client:
             requests[place] = (pickle.dumps(request, 5),)
         return self.links.start("answer", requests)
 
-    def _exchange(self, places: Iterable[int]) -> None:
+    def _exchange(self, places: Iterable[int], deadline: float = inf) -> None:
         """Send the queued TD errors; make the shards in ``places`` store their waiting
         rows and report their state."""
-        self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
+        calls = self._request(dict.fromkeys(places, _NO_ERRORS))
+        self.links.wait_for(calls, deadline)
+        self.links.receive(calls)
 
     def _receive(self, draw: Draw) -> Batches | None:
         """Return the requested batches; ``None`` if a shard has been lost or emptied
         since the request.
 
-        Raise a SchemaError if rows in an answer have another layout than those of
-        earlier answers.
+        Raise a SchemaError if the rows of the answers differ in layout.
         """
         answers = self.links.receive(draw.calls)
         touched = [
@@ -324,13 +399,15 @@ class Client:
             for place, answer in drawn.items()
             if answer.drawn
         }
-        self._rows = self._rows or next(iter(names.values()))
-        if other := [place for place, name in names.items() if name != self._rows]:
-            what = f"shard {other[0]} holds rows of another layout than the others"
-            raise SchemaError(f"{what}: see the first write to it")
+        layout = next(iter(names.values()))
+        others = [place for place, name in names.items() if name != layout]
+        if others:
+            raise SchemaError(
+                f"shard {others[0]} holds rows of another layout than shard {next(iter(names))}"
+            )
         return Batches(
             self.spec,
-            layout_named(self._rows),
+            layout_named(layout),
             drawn,
             draw.known,
             draw.split.rank.view(draw.batches, -1),
@@ -399,11 +476,28 @@ class Client:
 
     def synchronize(self) -> None:
         """Send the queued TD errors, and wait until the shards have received all rows
-        that this client wrote."""
+        that this client wrote.
+
+        Raises:
+            SchemaError: a shard has refused rows of this client, as :meth:`extend`
+                says. Any other error that the buffer of a shard has raised, too.
+            ShutDown: the buffer has been shut down.
+        """
         self.links.require_open()
         for place in self.links.live:
-            self.links.collect(place, RECOVERY, until=0)
+            self.links.ask_for_refusals(place, self._writer)
+        self._drain()
+        self._confirm_writes()
         self._exchange(())
+
+    def _confirm_writes(self) -> bool:
+        """Raise what shards have refused of this client's rows; return False if they
+        have lost some."""
+        try:
+            return self.links.confirm()
+        except SchemaError:
+            self._layout = None  # the shards may have other rows since a load
+            raise
 
     def extend(self, data: TensorDictBase) -> None:
         """Send transitions, ``[n]`` (or ``[E, T]`` if the buffers have ``ndim=2``), to
@@ -414,10 +508,14 @@ class Client:
         confirmed the last four writes. The client changes to another shard if its own
         is lost or too slow.
 
+        The first rows that a shard stores fix the keys, dtypes and shapes of the rows
+        in all shards. If a shard refuses rows after this call has returned, the next
+        write or :meth:`synchronize` raises its error, and the rows of that write have
+        not been sent. Flow control counts no rows that are refused or lost.
+
         Raises:
             SchemaError: the data does not match earlier rows of this client or of the
-                shard; for the shard's rows, a later write or :meth:`synchronize` may
-                raise it.
+                shards.
             ValueError: the data has no rows, has too few batch dims, or has a TD error
                 that is NaN or infinite.
             ShardLost: all shards are lost.
@@ -433,23 +531,33 @@ class Client:
         if "index" in data.keys():
             refuse_index()
         is_first = self._layout is None
+        if is_first:
+            self._drain()
+        self._confirm_writes()
         if self._layout is None:
             layout = RowLayout(data, spec.ndim)
-            self._layout = layout, named(layout)
-        rows = pack(self._layout[0], data, lead)
+            name = named(layout)
+        else:
+            layout, name = self._layout
+        rows = pack(layout, data, lead)
         if data.get(spec.priority_key, None) is not None:
             refuse_errors(data.get(spec.priority_key))
-        with self._taken_back(
-            self._ask_flow("insert", lead.numel()), inserted=lead.numel()
-        ):
+        count = lead.numel()
+        admission = self._admit_write(count)
+        with self._taken_back(admission, inserted=count):
             place = self._shard_to_write()
-        if (
-            not self.links.write(place, self._writer, self._layout[1], rows, lead)
-            and len(self.links.live) > 1
-        ):
-            self._home = next(other for other in self.links.live if other != place)
+            arguments = self._writer, admission.epoch, name, rows, lead
+            self.links.write(place, admission.epoch, count, arguments)
         if is_first:
-            self.links.collect(place, RECOVERY, until=0)
+            if self.links.arrives(place, RECOVERY) and self._confirm_writes():
+                self._layout = layout, name
+        elif not self.links.keeps_up(place) and len(self.links.live) > 1:
+            self._home = next(other for other in self.links.live if other != place)
+
+    def _drain(self) -> None:
+        """Wait until the live shards have answered all writes of this client."""
+        for place in self.links.live:
+            self.links.arrives(place, RECOVERY)
 
     def add(self, data: TensorDictBase) -> None:
         """Send one time step, ``[]`` (or ``[E]`` if the buffers have ``ndim=2``), as

@@ -6,15 +6,19 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.distributed.shard import Answer, Report
+from rlbuf_td.distributed.shard import Answer, Refusal, Report
 
 # seconds after which a shard that does not answer counts as lost; doubled if it answers
 # later
@@ -24,6 +28,8 @@ _IN_FLIGHT = 4  # the most unconfirmed writes to a shard
 # seconds that a write waits for a slow shard, before the client changes to another
 # shard
 _SLOW = 1.0
+# seconds after the end of a caller's time limit in which an answer may still arrive
+GRACE = 0.25
 SHUT_DOWN = "the buffer has been shut down"
 
 
@@ -36,12 +42,28 @@ class ShardsGone(ShardLost, ShutDown):
     shards have crashed."""
 
 
-class Links:
-    """Sends a client's requests to the shards, and tracks which shards are lost."""
+class Write(NamedTuple):
+    """A write that its shard has not confirmed."""
 
-    def __init__(self, handles: list[Any], engine: Any) -> None:
-        # engine: has get and wait, as ray has
-        self.handles, self.engine = handles, engine
+    call: Any  # Ray's reference to the shard's answer
+    rows: int
+    epoch: int  # of flow control's counts, when it admitted the rows
+
+
+class Links:
+    """Sends a client's requests to the shards, and tracks which shards are lost.
+
+    Args:
+        handles: the shards' Ray handles.
+        engine: has ``get`` and ``wait``, as the module ``ray`` has.
+        give_back: is called with the epoch and the number of rows that flow control has
+            counted, and that no shard stores.
+    """
+
+    def __init__(
+        self, handles: list[Any], engine: Any, give_back: Callable[[int, int], None]
+    ) -> None:
+        self.handles, self.engine, self._give_back = handles, engine, give_back
         self.patience = PATIENCE
         # None: lost, or no report yet
         self.known: list[Report | None] = [None] * len(handles)
@@ -55,9 +77,7 @@ class Links:
         self._last: list[Report | None] = [None] * len(handles)
         # for each lost shard, the call that Ray repeats until the shard answers
         self._probes: dict[int, Any] = {}
-        self._flights: dict[int, deque[tuple[Any, int]]] = {
-            place: deque() for place in range(len(handles))
-        }
+        self._writes: list[deque[Write]] = [deque() for _ in handles]
 
     @property
     def live(self) -> list[int]:
@@ -91,16 +111,17 @@ class Links:
                 return
             time.sleep(0.01)
 
-    def require_one(self) -> None:
+    def require_one(self, deadline: float = inf) -> None:
         """Raise ShardLost if all shards are lost and none answers within ``RECOVERY``
-        seconds."""
+        seconds, and TimeoutError if none answers before the ``deadline``."""
         self.require_open()
-        self.revive(RECOVERY)
+        self.revive(min(RECOVERY, deadline - time.monotonic()))
         if not self.live and len(self._dead) == len(self.handles):
             raise ShardsGone(
                 f"{SHUT_DOWN}, or its shards have crashed: Ray restarts none of {len(self.handles)}"
             )
         if not self.live:
+            refuse_late(deadline, "no shard has answered")
             raise ShardLost(
                 f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds"
             )
@@ -165,6 +186,21 @@ class Links:
                 self.lose(place)
         return answers
 
+    def wait_for(self, calls: Mapping[int, object], deadline: float) -> None:
+        """Raise a TimeoutError if the ``deadline`` of a caller passes before all calls
+        are answered, or shards count as lost."""
+        left = deadline + GRACE - time.monotonic()
+        if not calls or left >= self.patience:
+            return
+        waiting = [*calls.values()]
+        _, late = self.engine.wait(
+            waiting, num_returns=len(waiting), timeout=max(0.0, left)
+        )
+        if late:
+            raise TimeoutError(
+                "a shard has not answered within the timeout of this call"
+            )
+
     def receive(self, calls: Mapping[int, object]) -> dict[int, Answer]:
         """Wait for the answers to requests, and store the shard's report in each."""
         answers = {
@@ -200,31 +236,75 @@ class Links:
             patience,
         )
 
-    def write(
-        self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size
-    ) -> bool:
-        """Send rows to a shard, and raise errors of earlier writes; return False if the
-        shard does not keep up."""
-        flight = self._flights[place]
-        self.collect(place, 0.0)
-        flight.append(
-            (self.handles[place].write.remote(writer, layout, rows, lead), lead.numel())
-        )
-        return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
+    # -- writes
 
-    def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait until at most ``until`` writes to a shard are unconfirmed; return False
+    def write(self, place: int, epoch: int, rows: int, arguments: tuple) -> None:
+        """Send ``rows`` rows, which flow control has counted, to a shard."""
+        call = self.handles[place].write.remote(*arguments)
+        self._writes[place].append(Write(call, rows, epoch))
+
+    def ask_for_refusals(self, place: int, writer: int) -> None:
+        """Make the next :meth:`confirm` raise what the shard has refused since the last
+        write to it."""
+        call = self.handles[place].refusals.remote(writer)
+        self._writes[place].append(Write(call, 0, 0))
+
+    def keeps_up(self, place: int) -> bool:
+        """Wait for at most 1 s while too many writes to a shard are unconfirmed; return
+        whether fewer are."""
+        return self.arrives(place, _SLOW, _IN_FLIGHT - 1)
+
+    def arrives(self, place: int, timeout: float, until: int = 0) -> bool:
+        """Wait until at most ``until`` writes to a shard are not answered; return False
         after ``timeout`` seconds."""
-        flight, deadline = self._flights[place], time.monotonic() + timeout
-        while flight:
-            wanted = timeout > 0 and len(flight) > until
-            left = max(0.0, deadline - time.monotonic()) if wanted else 0.0
-            if not self.engine.wait([flight[0][0]], timeout=left)[0]:
-                break
-            call, count = flight.popleft()
-            try:
-                self.engine.get(call)
-            except RayActorError:
-                self.lost_rows[place] += count
-                self.lose(place)
-        return len(flight) <= until
+        calls = [write.call for write in self._writes[place]]
+        excess = len(calls) - until
+        if excess <= 0:
+            return True
+        found, _ = self.engine.wait(calls, num_returns=excess, timeout=timeout)
+        return len(found) >= excess
+
+    def confirm(self) -> bool:
+        """Take the answers to writes that are there; return False if a write was lost.
+
+        Rows that a shard has refused or lost are given back to flow control. Then the
+        first refusal is raised.
+        """
+        refusals: list[Refusal] = []
+        is_complete = True
+        for place, writes in enumerate(self._writes):
+            while writes and self.engine.wait([writes[0].call], timeout=0)[0]:
+                try:
+                    refused = self._answer(writes[0])
+                except RayActorError:
+                    refused = []
+                    is_complete = False
+                    self.lost_rows[place] += writes[0].rows
+                    self._give_back(writes[0].epoch, writes[0].rows)
+                    self.lose(place)
+                writes.popleft()
+                for refusal in refused:
+                    self._give_back(refusal.epoch, refusal.rows)
+                refusals += refused
+        if refusals:
+            raise refusals[0].error
+        return is_complete
+
+    def _answer(self, write: Write) -> list[Refusal]:
+        """Return the refusals that a shard has answered; one that it has raised is that
+        of the write."""
+        try:
+            return self.engine.get(write.call)
+        except RayActorError:
+            raise
+        except RayTaskError as error:
+            return [Refusal(write.rows, write.epoch, error.cause)]
+        except Exception as error:  # noqa: BLE001  the caller raises it
+            return [Refusal(write.rows, write.epoch, error)]
+
+
+def refuse_late(deadline: float, what: str) -> None:
+    """Raise a TimeoutError that says what has happened, after the ``deadline`` of a
+    caller."""
+    if time.monotonic() >= deadline:
+        raise TimeoutError(f"{what} within the timeout of this call")

@@ -3,13 +3,14 @@ of clients, and answers."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -210,47 +211,94 @@ class Answer(NamedTuple):
     after: Report
 
 
+class Staged(NamedTuple):
+    """Received rows that wait to be stored."""
+
+    writer: int
+    epoch: int  # of flow control's counts, when it admitted the rows
+    data: TensorDictBase
+
+
+class Refusal(NamedTuple):
+    """Received rows that could not be stored."""
+
+    rows: int
+    epoch: int
+    error: Exception
+
+
+class AgreedLayout(Protocol):
+    """The layout of the rows of all shards, as the first shard with rows offers it; see
+    :func:`named`."""
+
+    def find(self) -> bytes | None: ...
+
+    def offer(self, layout: bytes) -> bytes:
+        """Set the layout if there is none; return the agreed one."""
+        ...
+
+    def replace(self, layout: bytes) -> None: ...
+
+
 class Shard:
     """A ReplayBuffer in a Ray actor.
 
     New rows usually wait until the next draw is done, so that this draw uses the mass
-    that clients know.
+    that clients know. A shard that stores its first rows agrees with the others on the
+    layout of all rows.
     """
 
     def __init__(
         self,
         make_buffer: Callable[[], ReplayBuffer],
         find_dump: Callable[[], str | None],
+        agreed: AgreedLayout,
     ) -> None:
-        self.make_buffer = make_buffer
+        self.make_buffer, self._agreed = make_buffer, agreed
         self._prepared: ReplayBuffer | None = None
         self.incarnation = time.time_ns()
         self._set(make_buffer())
-        # received rows that wait, and their writers
-        self._staged: list[tuple[int, TensorDictBase]] = []
+        self._staged: list[Staged] = []
+        # writer -> what it has not been told yet
+        self._refused: dict[int, list[Refusal]] = {}
         self._writer, self._last_draw, self._stale = -1, -inf, 0
-        # of the last rows drawn
-        self._layout: tuple[RowLayout | None, bytes] = (None, b"")
         # from which a restarted shard continues; a newer dump may replace it meanwhile
         folder = find_dump()
         while folder is not None:
             try:
-                self.prepare([(folder, 0)])
-                self.accept()
+                self._continue(folder)
                 return
             except CheckpointError:
                 before, folder = folder, find_dump()
                 if folder == before:
                     raise
 
+    def _continue(self, folder: str) -> None:
+        """Load a dump, unless the other shards have rows of another layout by now."""
+        self.prepare([(folder, 0)])
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and self._other_layout(prepared) is None:
+            self._set(prepared)
+
     def _set(self, buffer: ReplayBuffer) -> None:
         parts = buffer._initialize()
         self.buffer, self.storage = buffer, buffer.storage
         self._prioritized, self._wrapper = parts.prioritized, parts.wrapper
+        # of the last rows drawn
+        self._layout: tuple[RowLayout | None, bytes] = (None, b"")
+
+    def _other_layout(self, buffer: ReplayBuffer) -> RowLayout | None:
+        """Offer the layout of a buffer's rows; return the agreed layout if it is
+        another one."""
+        layout = written_layout(buffer.storage)
+        if layout is None:
+            return None
+        agreed = layout_named(self._agreed.offer(named(layout)))
+        return None if agreed == layout else agreed
 
     @property
     def _waiting(self) -> int:
-        return sum(data.numel() for _, data in self._staged)
+        return sum(staged.data.numel() for staged in self._staged)
 
     def report(self) -> Report:
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
@@ -296,21 +344,24 @@ class Shard:
         return Answer(drawn, before, self.report())
 
     def write(
-        self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size
-    ) -> None:
+        self, writer: int, epoch: int, layout: bytes, rows: np.ndarray, lead: torch.Size
+    ) -> list[Refusal]:
         """Receive packed transitions with batch dims ``lead``; SchemaError if the
-        stored rows differ in layout."""
+        shards' rows differ in layout.
+
+        Return what has been refused of this writer's rows since its last call.
+        """
         given = layout_named(layout)
         # Ray's memory is read-only, and not freed while it is in use
         packed = torch.from_numpy(rows.copy())
         data = given.unpack(packed.view(*lead, given.row_bytes))
-        stored = None if self.storage.is_reserved else self.storage.layout
-        if stored is not None and stored != given:
-            stored.collect(data, lead)  # raises an error that names the key
-            raise SchemaError(
-                "the rows of this writer have another layout than those of the shard"
-            )
-        self._staged.append((writer, data))
+        stored = written_layout(self.storage)
+        if stored is None:
+            agreed = self._agreed.find()
+            stored = given if agreed is None else layout_named(agreed)
+        if stored != given:
+            _refuse_layout(stored, data, lead)
+        self._staged.append(Staged(writer, epoch, data))
         is_idle = time.monotonic() - self._last_draw > _IDLE
         if (
             not len(self.storage)
@@ -318,6 +369,11 @@ class Shard:
             or 4 * self._waiting > self.storage.max_size
         ):
             self._enter()
+        return self.refusals(writer)
+
+    def refusals(self, writer: int) -> list[Refusal]:
+        """Return what has been refused of a writer's rows since its last call."""
+        return self._refused.pop(writer, [])
 
     def empty(self) -> Report:
         self._staged = []
@@ -359,6 +415,9 @@ class Shard:
             )
         self._set(self._prepared)
         self._prepared, self._staged = None, []
+        layout = written_layout(self.storage)
+        if layout is not None:
+            self._agreed.replace(named(layout))
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray) -> Drawn:
@@ -424,12 +483,38 @@ class Shard:
             )
 
     def _enter(self) -> None:
+        """Store all rows that wait; note those that the buffer refuses, for their
+        writers."""
         staged, self._staged = self._staged, []
-        for writer, data in staged:
-            if writer != self._writer:
-                _end_trajectories(self.storage)
-            self._writer = writer
-            self.buffer.extend(data)
+        for writer, epoch, data in staged:
+            try:
+                self._store(writer, data)
+            except Exception as error:  # noqa: BLE001  the writer raises it
+                refusal = Refusal(data.numel(), epoch, error.with_traceback(None))
+                self._refused.setdefault(writer, []).append(refusal)
+
+    def _store(self, writer: int, data: TensorDictBase) -> None:
+        is_first = written_layout(self.storage) is None
+        if writer != self._writer:
+            _end_trajectories(self.storage)
+        self._writer = writer
+        self.buffer.extend(data)
+        other = self._other_layout(self.buffer) if is_first else None
+        if other is not None:  # another shard was faster
+            self._set(self.make_buffer())
+            _refuse_layout(other, data, data.batch_size[: self.storage.ndim])
+
+
+def written_layout(storage: PackedStorage) -> RowLayout | None:
+    """Return the layout of a storage's rows; None before the first write."""
+    return None if storage.is_reserved else storage.layout
+
+
+def _refuse_layout(stored: RowLayout, data: TensorDictBase, lead: torch.Size) -> None:
+    stored.collect(data, lead)  # raises an error that names the key
+    raise SchemaError(
+        "the rows of this writer have another layout than those of the shards"
+    )
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
@@ -442,13 +527,14 @@ def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarra
 
 
 def named(layout: RowLayout) -> bytes:
-    """Serialize a layout; equal layouts give equal bytes."""
-    return pickle.dumps(layout.state())
+    """Serialize a layout; equal layouts give equal bytes, whatever the order of their
+    keys."""
+    return json.dumps(layout.state(), sort_keys=True).encode()
 
 
 @lru_cache(maxsize=64)
 def layout_named(name: bytes) -> RowLayout:
-    return RowLayout.from_state(pickle.loads(name))
+    return RowLayout.from_state(json.loads(name))
 
 
 def _end_trajectories(storage: PackedStorage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 import warnings
@@ -17,17 +18,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayActorError
+from ray.experimental import internal_kv
 
 from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, load_state, save_state
 from rlbuf_td.checkpoint.files import delete_others, is_folder, new_folder
-from rlbuf_td.distributed.client import Client
+from rlbuf_td.distributed.client import Admission, Client
+from rlbuf_td.distributed.links import RECOVERY
 from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.storages.checks import State, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 _POLL = 0.002  # seconds between two questions whether flow control admits a call
+_STORE = "rlbuf_td"  # the namespace of keys in Ray's key-value store
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # of the manifest of a dump
 
 
@@ -82,14 +87,58 @@ def newest_dump(path: Path, place: int, shards: int) -> str | None:
 def dump_after_restart(path: Path | None, place: int, shards: int) -> str | None:
     """Return the dump from which the shard of this process continues; None if it has
     not been restarted."""
+    if path is None or not is_restarted():
+        return None
+    return newest_dump(path, place, shards)
+
+
+def is_restarted() -> bool:
+    """Whether Ray has restarted the actor of this process."""
     with warnings.catch_warnings():
         # Ray's own code causes this warning
         warnings.simplefilter("ignore", DeprecationWarning)
-        is_restart = (
-            path is not None
-            and ray.get_runtime_context().was_current_actor_reconstructed
-        )
-    return newest_dump(path, place, shards) if is_restart else None
+        return ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def rows_after_restart(name: str, shards: int, namespace: str) -> int | None:
+    """Return the number of rows that the shards have received; None if the actor of
+    this process has not been restarted."""
+    if not is_restarted():
+        return None
+    calls = []
+    for place in range(shards):
+        with suppress(ValueError):  # Ray does not restart it
+            handle = ray.get_actor(f"{name}-{place}", namespace)
+            calls.append(handle.report.options(max_task_retries=-1).remote())
+    rows = 0
+    for call in ray.wait(calls, num_returns=len(calls), timeout=RECOVERY)[0]:
+        with suppress(RayActorError):
+            rows += ray.get(call).inserts
+    return rows
+
+
+class LayoutInRay:
+    """The layout that the shards have agreed on, in the key-value store of Ray's
+    cluster: it outlives the processes of the shards.
+
+    Ray has no public form of this store; these functions are as in Ray 2.60.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._key = f"{name}-layout"
+
+    def find(self) -> bytes | None:
+        return internal_kv._internal_kv_get(self._key, namespace=_STORE)
+
+    def offer(self, layout: bytes) -> bytes:
+        internal_kv._internal_kv_put(self._key, layout, False, namespace=_STORE)
+        return self.find() or layout
+
+    def replace(self, layout: bytes) -> None:
+        internal_kv._internal_kv_put(self._key, layout, True, namespace=_STORE)
+
+    def forget(self) -> None:
+        internal_kv._internal_kv_del(self._key, namespace=_STORE)
 
 
 def connect(
@@ -214,19 +263,22 @@ class ShardedReplayBuffer(Client):
         } | actor_options
         actor = ray.remote(Shard)
         self._actors = []
+        self._agreed = LayoutInRay(name)
         for place in range(num_shards):
             dump = partial(dump_after_restart, self.dump_dir, place, num_shards)
             self._actors.append(
                 actor.options(name=f"{name}-{place}", **options).remote(
-                    make_buffer, dump
+                    make_buffer, dump, self._agreed
                 )
             )
         if flow is not None:
             settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance
+            count = partial(rows_after_restart, name, num_shards, context.namespace)
+            restarts = {"max_restarts": options["max_restarts"], "max_task_retries": -1}
             self._actors.append(
                 ray.remote(Limiter)
-                .options(name=f"{name}-flow", num_cpus=0)
-                .remote(*settings)
+                .options(name=f"{name}-flow", num_cpus=0, **restarts)
+                .remote(count, *settings)
             )
         where = (
             name,
@@ -281,11 +333,8 @@ class ShardedReplayBuffer(Client):
         found["stale_updates"] = self.stale + sum(
             shard.get("stale_updates", 0) for shard in shards
         )
-        return (
-            found
-            if self._flow is None
-            else found | {"flow": ray.get(self._flow.report.remote())}
-        )
+        flow = self._ask_flow("report")
+        return found if flow is None else found | {"flow": flow}
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -294,11 +343,12 @@ class ShardedReplayBuffer(Client):
         lines = [
             f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"
         ]
-        for place, shard in enumerate(self.health()["shards"]):
+        # as last reported: debuggers print objects, and must not wait for a shard
+        for place, report in enumerate(self.links.known):
             shown = (
-                f"{shard['rows']:,} rows, mass {shard['mass']:.6g}"
-                if shard["alive"]
-                else "lost"
+                "lost"
+                if report is None
+                else f"{report.rows:,} rows, mass {report.mass:.6g}"
             )
             lines.append(f"    {place}: {shown}")
         return "\n".join(lines) + "\n)"
@@ -430,14 +480,17 @@ class ShardedReplayBuffer(Client):
 
         Clients notice when they next ask a shard: with ``prefetch``, they may first
         return batches drawn ahead.
+
+        Args:
+            timeout: not used: this call waits for no shard. TorchRL's buffers have it.
         """
-        if self._flow is not None and self._actors:
-            ray.get(self._flow.shutdown.remote(), timeout=timeout or 10.0)
-        actors, self._actors = self._actors, []
         self._forget()
         self.links.close()
-        for actor in actors:
-            ray.kill(actor)
+        while self._actors:
+            _kill(self._actors[-1])
+            self._actors.pop()
+        if ray.is_initialized():
+            self._agreed.forget()
 
     close = shutdown
 
@@ -448,17 +501,44 @@ class ShardedReplayBuffer(Client):
         self.shutdown()
 
 
+def _kill(actor: Any) -> None:
+    """Kill an actor, whatever its process does; Ray has ended all if it was shut
+    down."""
+    if ray.is_initialized():
+        ray.kill(actor)
+
+
 class Limiter(FlowControl):
-    """Flow control as a Ray actor, which lets calls of clients wait."""
+    """Flow control as a Ray actor, which lets calls of clients wait.
 
-    async def sample(
-        self, rows: int, wait: bool, timeout: float | None
-    ) -> tuple[int, int]:
+    ``count_rows`` returns the number of rows in the shards if this process replaces one
+    that has died: the counts go on from them, sampled as often as the target asks.
+    """
+
+    def __init__(
+        self,
+        count_rows: Callable[[], int | None],
+        samples_per_insert: float | None,
+        min_size: int,
+        tolerance: float | None,
+    ) -> None:
+        super().__init__(samples_per_insert, min_size, tolerance)
+        self._incarnation = time.time_ns()
+        rows = count_rows()
+        if rows is not None:
+            self.restart(rows)
+
+    @property
+    def epoch(self) -> int:
+        # what another process has counted is not taken back from these counts
+        return self._incarnation + super().epoch
+
+    def process(self) -> int:
+        return os.getpid()
+
+    async def sample(self, rows: int, wait: bool, timeout: float | None) -> Admission:
         """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise
-        RuntimeError instead.
-
-        Return the epoch of the counts, and the number of rows written so far.
-        """
+        RuntimeError instead."""
         if wait:
             reason = partial(self.why_no_batch, rows)
             await self._until(
@@ -466,13 +546,12 @@ class Limiter(FlowControl):
             )
         elif not self.admit_sample(rows):
             raise RuntimeError(not_now(rows, self.why_no_batch(rows)))
-        return self.epoch, self.inserted
+        return Admission(self.epoch, self.inserted)
 
-    async def insert(self, rows: int) -> int:
-        """Wait until a write of ``rows`` rows is admitted; return the epoch of the
-        counts."""
+    async def insert(self, rows: int) -> Admission:
+        """Wait until a write of ``rows`` rows is admitted."""
         await self._until(partial(self.admit_insert, rows), None, str, of_sample=False)
-        return self.epoch
+        return Admission(self.epoch, self.inserted)
 
     async def _until(
         self,

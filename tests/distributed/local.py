@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from rlbuf_td import ReplayBuffer
 from rlbuf_td.buffers.flow import FlowControl
@@ -21,7 +21,54 @@ from rlbuf_td.distributed.client import Client
 from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.distributed.sharded import Limiter, ShardedReplayBuffer
 
-_METHODS = "report", "answer", "write", "empty", "dump", "prepare", "accept", "discard"
+_METHODS = "report", "answer", "write", "refusals", "empty", "dump", "prepare"
+_METHODS += "accept", "discard"
+
+
+class LocalLayout:
+    """The layout that the shards agree on."""
+
+    def __init__(self) -> None:
+        self.layout: bytes | None = None
+
+    def find(self) -> bytes | None:
+        return self.layout
+
+    def offer(self, layout: bytes) -> bytes:
+        self.layout = self.layout or layout
+        return self.layout
+
+    def replace(self, layout: bytes) -> None:
+        self.layout = layout
+
+
+class Later:
+    """The answer of a frozen process, which calls the method when it goes on."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.is_there, self.answer = call, False, None
+
+    def arrive(self) -> None:
+        self.answer, self.is_there = self.call(), True
+
+
+class Process:
+    """Answers at once, or, while it is frozen, later."""
+
+    def __init__(self) -> None:
+        self.is_frozen = False
+        self.waiting: list[Later] = []
+
+    def answer(self, call: Callable[[], Any]) -> Any:
+        if not self.is_frozen:
+            return call()
+        self.waiting.append(Later(call))
+        return self.waiting[-1]
+
+    def thaw(self) -> None:
+        self.is_frozen, waiting, self.waiting = False, self.waiting, []
+        for later in waiting:
+            later.arrive()
 
 
 class Method:
@@ -35,22 +82,25 @@ class Method:
         """Call the method at once; return what came out of it, as bytes."""
         handle = self.handle
         handle.calls.append(self.name)
-        if handle.is_lost:
+        return handle.process.answer(partial(self._call, pickle.dumps(given)))
+
+    def _call(self, given: bytes) -> Any:
+        if self.handle.is_lost:
             return ActorUnavailableError("lost", None)
         try:
-            answer = getattr(handle.shard, self.name)(
-                *pickle.loads(pickle.dumps(given))
-            )
+            return getattr(self.handle.shard, self.name)(*pickle.loads(given))
         except Exception as error:  # noqa: BLE001  as Ray does, the caller gets it
             return error
-        return answer
 
 
 class LocalHandle:
-    def __init__(self, make_buffer: Callable[[], ReplayBuffer]) -> None:
-        self.make_buffer, self.is_lost = make_buffer, False
+    def __init__(
+        self, make_buffer: Callable[[], ReplayBuffer], agreed: LocalLayout
+    ) -> None:
+        self.make_buffer, self.agreed, self.is_lost = make_buffer, agreed, False
         self.calls: list[str] = []
-        self.shard = Shard(make_buffer, lambda: None)
+        self.process = Process()
+        self.shard = Shard(make_buffer, lambda: None, agreed)
         for name in _METHODS:
             setattr(self, name, Method(self, name))
 
@@ -58,7 +108,8 @@ class LocalHandle:
         self.restart_from(lambda: dump)
 
     def restart_from(self, find_dump: Callable[[], str | None]) -> None:
-        self.shard, self.is_lost = Shard(self.make_buffer, find_dump), False
+        self.shard = Shard(self.make_buffer, find_dump, self.agreed)
+        self.is_lost = False
 
 
 class LocalLimiter:
@@ -66,12 +117,16 @@ class LocalLimiter:
     actor."""
 
     def __init__(self, flow: FlowControl) -> None:
+        self.process = Process()
         self.limiter = Limiter(
-            flow.samples_per_insert, flow.min_size, flow.given_tolerance
+            lambda: None, flow.samples_per_insert, flow.min_size, flow.given_tolerance
         )
 
     def __getattr__(self, name: str) -> Any:
         def remote(*given: Any, **named: Any) -> Any:
+            return self.process.answer(partial(call, *given, **named))
+
+        def call(*given: Any, **named: Any) -> Any:
             try:
                 found = getattr(self.limiter, name)(*given, **named)
                 return asyncio.run(found) if iscoroutine(found) else found
@@ -82,9 +137,14 @@ class LocalLimiter:
 
 
 class LocalEngine:
-    """Ray's ``get`` and ``wait``, for answers that are there already."""
+    """Ray's ``get`` and ``wait``, which wait for no answer."""
 
     def get(self, answer: Any, timeout: float | None = None) -> Any:
+        if isinstance(answer, Later):
+            if not answer.is_there:
+                assert timeout is not None, "this call would wait forever"
+                raise GetTimeoutError
+            answer = answer.answer
         if isinstance(answer, Exception):
             raise answer
         return pickle.loads(pickle.dumps(answer))
@@ -92,7 +152,16 @@ class LocalEngine:
     def wait(
         self, answers: list[Any], num_returns: int = 1, timeout: float | None = None
     ) -> tuple[list[Any], list[Any]]:
-        return answers, []
+        late = [
+            each for each in answers if isinstance(each, Later) and not each.is_there
+        ]
+        found = [each for each in answers if not any(each is other for other in late)]
+        is_enough = len(found) >= num_returns
+        assert is_enough or timeout is not None, "this call would wait forever"
+        return found, late
+
+    def cancel(self, answer: Any) -> None:
+        pass
 
 
 def connect(
@@ -105,7 +174,8 @@ class World:
     def __init__(
         self, shards: int, make_buffer: Callable[[], ReplayBuffer], flow: Any = None
     ) -> None:
-        self.handles = [LocalHandle(make_buffer) for _ in range(shards)]
+        self.agreed = LocalLayout()
+        self.handles = [LocalHandle(make_buffer, self.agreed) for _ in range(shards)]
         self.spec = Spec.of(make_buffer())
         self.flow: Any = None if flow is None else LocalLimiter(flow)
 
@@ -124,7 +194,7 @@ class World:
 
 class Whole(ShardedReplayBuffer):
     def __init__(self, world: World) -> None:
-        self.dump_dir, self._actors, self._next_home = None, [], 0
+        self.dump_dir, self._actors, self._next_home = None, [*world.handles], 0
         Client.__init__(
             self, partial(connect, world.handles, world.flow), world.spec, None, 0, None
         )

@@ -113,9 +113,9 @@ def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypat
     laws = [law(world, total)]
     send = learner._send
 
-    def noted(size: int) -> Any:
+    def noted(size: int, deadline: float) -> Any:
         laws.append(law(world, total))
-        return send(size)
+        return send(size, deadline)
 
     monkeypatch.setattr(learner, "_send", noted)
     served = 0

@@ -38,6 +38,7 @@ ray = pytest.importorskip("ray")
 
 from rlbuf_td import distributed  # noqa: E402
 from rlbuf_td.distributed import ShardedReplayBuffer  # noqa: E402
+from rlbuf_td.distributed.sharded import LayoutInRay  # noqa: E402
 from tests.benchmarks.shard_losses import Writer, rows, watch, wrong  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
@@ -206,6 +207,98 @@ def on_ray(rb: ShardedReplayBuffer) -> Any:
     )
 
 
+def processes_are_gone(processes: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{process}").exists() for process in processes):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def limited(shards: int = 1) -> ShardedReplayBuffer:
+    """Return a buffer with flow control and 100 rows in its first shard."""
+    rb = ShardedReplayBuffer(
+        shards, make_buffer, samples_per_insert=4.0, min_size=10, tolerance=500
+    )
+    client = rb.clients(1)[0]
+    client.extend(rows(0, 100))
+    client.synchronize()
+    return rb
+
+
+def process_of_flow(rb: ShardedReplayBuffer) -> int:
+    return ray.get(rb._flow.process.remote())
+
+
+@pytest.mark.slow
+def test_flow_control_that_dies_comes_back_with_the_counts_of_the_shards():
+    with limited() as rb:
+        rb.sample()
+        epoch = ray.get(rb._flow.insert.remote(30)).epoch
+        os.kill(process_of_flow(rb), signal.SIGKILL)
+        # the call waits for the new process
+        flow = rb.health()["flow"]
+        assert (flow["inserts"], flow["samples"]) == (100, 360)
+        rb._flow.take_back.remote(epoch, inserted=30)
+        rb.extend(rows(100, 20))
+        assert rb.sample(wait=True, timeout=20.0).shape == (64,)
+        assert rb.health()["flow"]["inserts"] == 120
+
+
+@pytest.mark.slow
+def test_a_frozen_flow_control_holds_up_neither_a_batch_nor_the_shutdown():
+    rb = limited(2)
+    processes = [process_of(rb, 0), process_of(rb, 1), process_of_flow(rb)]
+    os.kill(processes[-1], signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="flow control has not answered"):
+        rb.sample(wait=True, timeout=1.0)
+    assert 1.0 <= time.monotonic() - begin < 4.0
+    begin = time.monotonic()
+    rb.shutdown(timeout=2)
+    assert time.monotonic() - begin < 4.0
+    assert processes_are_gone(processes)
+
+
+@pytest.mark.slow
+def test_without_flow_control_calls_say_shut_down_and_shutdown_stops_all():
+    rb = limited(2)
+    processes = [process_of(rb, 0), process_of(rb, 1)]
+    ray.kill(rb._flow)
+    calls = [rb.health, rb.sample, partial(rb.extend, rows(100, 5)), rb.empty]
+    for call in calls:
+        with pytest.raises(ShutDown, match="the process of its flow control has"):
+            call()
+    assert "0: " in repr(rb)
+    rb.shutdown()
+    rb.shutdown()
+    assert processes_are_gone(processes)
+    assert repr(rb) == "ShardedReplayBuffer(shut down)"
+
+
+@pytest.mark.slow
+def test_shards_agree_on_one_schema():
+    with ShardedReplayBuffer(2, make_buffer) as rb:
+        first, second = rb.clients(2)
+        first.extend(rows(0, 50))
+        with pytest.raises(rlbuf_td.SchemaError, match="'id' came as float32"):
+            second.extend(rows(0, 5).set("id", torch.rand(5)))
+        second.extend(rows(100, 50))
+        assert set(rb.sample(256)["index"][:, 0].tolist()) == {0, 1}
+
+
+def test_rays_store_keeps_the_first_layout_that_is_offered():
+    layout = LayoutInRay("a test")
+    assert layout.find() is None
+    assert layout.offer(b"first") == b"first"
+    assert LayoutInRay("a test").offer(b"second") == b"first"
+    layout.replace(b"third")
+    assert LayoutInRay("a test").find() == b"third"
+    layout.forget()
+    assert layout.find() is None
+
+
 COLLECTORS: dict[str, Any] = {"MultiSyncCollector": multi, "RayCollector": on_ray}
 
 
@@ -270,7 +363,7 @@ def test_flow_control_holds_for_a_racing_writer_and_a_learner():
         with pytest.raises(RuntimeError, match="does not admit a batch of 64 rows"):
             rb.sample()
         with pytest.raises(
-            TimeoutError, match=r"waited for 0.05 seconds: the buffer is empty"
+            TimeoutError, match=r"^waited for 0.0\d+ seconds: the buffer is empty"
         ):
             rb.sample(wait=True, timeout=0.05)
         writer = Writer(rb.client(), 0)

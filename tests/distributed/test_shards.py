@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.links import PATIENCE
 from rlbuf_td.distributed.shard import Spec
-from rlbuf_td.distributed.sharded import Manifest, newest_dump
+from rlbuf_td.distributed.sharded import Limiter, Manifest, newest_dump
 from tests.checkpoint.test_damage import resign
 from tests.distributed.local import World
 from tests.distributed.test_law import (
@@ -276,9 +277,281 @@ def test_an_unfit_write_is_refused_at_once():
             rows(0, 2).set("td_error", torch.tensor([1.0, float("nan")]))
         )
     assert sum(len(shard.storage) for shard in world.shards) == 5
-    world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
-    with pytest.raises(td.SchemaError, match="shard 1 holds rows of another layout"):
-        world.client().sample()
+    with pytest.raises(td.SchemaError, match="unknown key 'other'"):
+        world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
+
+
+# -- one schema for all shards
+
+
+def wide(first: int, count: int) -> TensorDict:
+    """Return rows of another schema than those of :func:`rows`."""
+    return rows(first, count).set("id", torch.zeros(count, 2))
+
+
+def test_the_first_rows_of_a_shard_fix_the_schema_of_all_shards():
+    world = World(3, proportional)
+    world.client(home=1).extend(rows(0, 5))
+    for place in range(3):
+        client = world.client(home=place)
+        for _ in range(2):
+            with pytest.raises(td.SchemaError, match="'id' came as float32"):
+                client.extend(wide(0, 5))
+        client.extend(rows(10 * place + 10, 5))  # the client can go on
+    assert [len(shard.storage) for shard in world.shards] == [5, 10, 5]
+    assert len(set(world.client().sample(512)["index"][:, 0].tolist())) == 3
+
+
+def test_the_order_of_keys_does_not_matter():
+    world = World(2, proportional)
+    world.client(home=0).extend(rows(0, 50))
+    data = rows(50, 50)
+    turned = TensorDict({"next": data["next"], "id": data["id"]}, [50])
+    world.client(home=1).extend(turned)
+    batch = world.client().sample(512)
+    assert torch.equal(batch["next", "reward"][:, 0], batch["id"].float())
+    assert len(set(batch["index"][:, 0].tolist())) == 2
+
+
+def test_of_two_shards_that_store_their_first_rows_at_once_one_begins_again(
+    monkeypatch,
+):
+    world = World(2, proportional)
+    world.client(home=0).extend(rows(0, 5))
+    client = world.client(home=1)
+    with monkeypatch.context() as patch:
+        # as the other shard's offer has not arrived yet
+        patch.setattr(world.agreed, "find", lambda: None)
+        with pytest.raises(td.SchemaError, match="'id' came as float32"):
+            client.extend(wide(0, 5))
+    assert len(world.shards[1].storage) == 0
+    client.extend(rows(5, 5))
+    assert stored(world) == [[*range(5)], [*range(5, 10)]]
+
+
+def test_rows_that_the_buffer_of_a_shard_refuses_fix_no_schema():
+    def make_buffer() -> td.ReplayBuffer:
+        storage = td.PackedStorage(100, share_next=["observation"])
+        return td.ReplayBuffer(storage=storage, batch_size=4)
+
+    def observed(count: int) -> TensorDict:
+        observation = torch.rand(count + 1, 30)
+        outcome = {"observation": observation[1:], "done": torch.zeros(count, 1) > 0}
+        return TensorDict({"observation": observation[:-1], "next": outcome}, [count])
+
+    world = World(2, make_buffer)
+    client = world.client(home=0)
+    with pytest.raises(td.SchemaError, match="share_next names 'observation'"):
+        client.extend(rows(0, 5))
+    world.client(home=1).extend(observed(5))
+    client.extend(observed(5))
+    assert [len(shard.storage) for shard in world.shards] == [5, 5]
+
+
+def test_after_a_load_of_other_rows_learners_and_writers_go_on_with_them(tmp_path):
+    dump = World(2, proportional)
+    dump.client(home=0).extend(wide(0, 30))
+    dump.client(home=1).extend(wide(30, 30))
+    dump.buffer().dumps(tmp_path)
+    world, learner = begun(2, 60)
+    writer = world.client(home=0)
+    writer.extend(rows(100, 5))
+    learner.sample()
+    world.buffer().loads(tmp_path)
+    assert learner.sample(64)["id"].shape == (64, 2)
+    writer.extend(rows(105, 5))
+    with pytest.raises(td.SchemaError, match="'id' came as int64"):
+        writer.synchronize()
+    writer.extend(wide(60, 5))
+    with pytest.raises(td.SchemaError, match="'id' came as int64"):
+        world.client(home=1).extend(rows(110, 5))
+    assert [shard.report().rows for shard in world.shards] == [30, 30]
+    assert [shard.report().waiting for shard in world.shards] == [5, 0]
+
+
+def test_a_restarted_shard_takes_no_dump_of_another_schema(tmp_path):
+    dump = World(1, proportional)
+    dump.client().extend(wide(0, 30))
+    dump.shards[0].dump(str(tmp_path))
+    world, learner = begun(2, 60)
+    world.handles[0].restart(str(tmp_path))
+    assert len(world.shards[0].storage) == 0
+    world.client(home=0).extend(rows(60, 5))
+    assert learner.sample().shape == (64,)
+
+
+# -- writes that are refused or lost
+
+
+def counted(world: World) -> tuple[int, int]:
+    """Return how many rows flow control counts, and how many the shards have."""
+    shards = sum(shard.report().inserts for shard in world.shards)
+    return counts(world)["inserts"], shards
+
+
+def fails(world: World, monkeypatch: pytest.MonkeyPatch, place: int = 0) -> None:
+    """Let the disk of a shard be full for rows from 100 on."""
+    buffer = world.shards[place].buffer
+    extend = buffer.extend
+
+    def full(data: TensorDict) -> Any:
+        if int(data["id"].max()) >= 100:
+            raise OSError(28, "No space left on device")
+        return extend(data)
+
+    monkeypatch.setattr(buffer, "extend", full)
+
+
+def flowing_world() -> World:
+    return World(2, proportional, flow=FlowControl(1.0, 0, 10_000))
+
+
+def test_flow_control_counts_no_rows_of_another_schema():
+    world = flowing_world()
+    world.client(home=0).extend(rows(0, 20))
+    for place in range(2):
+        with pytest.raises(td.SchemaError):
+            world.client(home=place).extend(wide(0, 30))
+    assert counted(world) == (20, 20)
+
+
+def test_flow_control_counts_no_rows_of_a_lost_shard():
+    world = flowing_world()
+    client = world.client(home=0)
+    client.extend(rows(0, 20))
+    world.handles[0].is_lost = True
+    client.extend(rows(20, 30))  # before the client knows
+    client.extend(rows(50, 7))
+    client.synchronize()
+    assert client._home == 1
+    assert counted(world) == (27, 27)
+    assert client.links.lost_rows == [30, 0]
+
+
+def test_flow_control_counts_no_rows_that_a_full_disk_refuses(monkeypatch):
+    world = flowing_world()
+    client = world.client(home=0)
+    client.extend(rows(0, 20))
+    fails(world, monkeypatch)
+    client.extend(rows(100, 30))
+    world.client().synchronize()  # does not concern another client
+    for _ in range(2):
+        world.shards[0]._enter()
+    # the rows of this call are not sent
+    with pytest.raises(OSError, match="No space left on device"):
+        client.extend(rows(20, 7))
+    assert counted(world) == (20, 20)
+    client.extend(rows(20, 7))
+    client.synchronize()
+    assert counted(world) == (27, 27)
+
+
+def test_rows_beside_refused_ones_are_stored_and_only_their_writer_has_the_error(
+    monkeypatch,
+):
+    world, learner = begun(1, 30)
+    first, second = world.client(home=0), world.client(home=0)
+    first.extend(rows(30, 5))
+    second.extend(rows(35, 5))
+    learner.sample()
+    fails(world, monkeypatch)
+    first.extend(rows(40, 5))
+    second.extend(rows(100, 5))
+    first.extend(rows(45, 5))
+    for _ in range(3):
+        learner.sample()
+    assert stored(world) == [[*range(50)]]
+    first.synchronize()
+    with pytest.raises(OSError, match="No space left on device"):
+        second.synchronize()
+    second.synchronize()  # said once
+
+
+# -- time limits, which the caller keeps
+
+
+def test_a_batch_waits_no_longer_than_its_timeout_for_a_frozen_flow_control():
+    world = flowing_world()
+    client = world.client(home=0)
+    client.extend(rows(0, 100))
+    world.flow.process.is_frozen = True
+    for timeout in (0.0, 0.05):
+        with pytest.raises(TimeoutError, match="flow control has not answered"):
+            client.sample(wait=True, timeout=timeout)
+    for call in (client.sample, world.buffer().health):
+        with pytest.raises(TimeoutError, match="flow control has not answered"):
+            call()
+    with (
+        pytest.warns(UserWarning, match="flow control does not answer"),
+        pytest.raises(AssertionError, match="would wait forever"),
+    ):
+        client.extend(rows(100, 9))
+    # what flow control has admitted meanwhile is not counted
+    world.flow.process.thaw()
+    client.sample()
+    assert counts(world) == {"inserts": 100, "samples": 64}
+
+
+def test_a_batch_waits_no_longer_than_its_timeout_for_a_frozen_shard():
+    world = flowing_world()
+    client = world.client(home=0)
+    client.extend(rows(0, 100))
+    client.sample()
+    world.handles[0].process.is_frozen = True
+    begin = time.monotonic()
+    for timeout in (0.0, 0.05):
+        with pytest.raises(TimeoutError, match="a shard has not answered"):
+            client.sample(wait=True, timeout=timeout)
+    assert time.monotonic() - begin < 2.0
+    asked = world.handles[0].calls.count("answer")
+    world.handles[0].process.thaw()
+    assert client.sample(wait=True, timeout=5.0).shape == (64,)
+    assert world.handles[0].calls.count("answer") == asked
+    assert counts(world)["samples"] == 128
+    assert client.links.losses == 0
+
+
+def test_a_batch_waits_no_longer_than_its_timeout_if_all_shards_are_lost():
+    world, learner = begun(1, 60)
+    world.handles[0].is_lost = True
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="no shard has answered"):
+        learner.sample(wait=True, timeout=0.1)
+    assert time.monotonic() - begin < 5.0
+
+
+def test_a_timeout_of_0_takes_a_batch_that_is_there():
+    world = flowing_world()
+    client = world.client(home=0)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="the buffer is empty"):
+        client.sample(wait=True, timeout=0)
+    client.extend(rows(0, 100))
+    assert client.sample(wait=True, timeout=0).shape == (64,)
+    assert time.monotonic() - begin < 2.0
+
+
+def test_showing_the_buffer_asks_no_shard():
+    world, _ = begun(2, 60)
+    buffer = world.buffer()
+    for handle in world.handles:
+        handle.calls.clear()
+        handle.process.is_frozen = True
+    assert "0: 20 rows, mass" in repr(buffer)
+    assert [handle.calls for handle in world.handles] == [[], []]
+
+
+def test_flow_control_in_a_new_process_goes_on_from_the_rows_of_the_shards():
+    first = Limiter(lambda: None, 4.0, 10, 400)
+    first.admit_insert(7)
+    second = Limiter(lambda: 50, 4.0, 10, 400)
+    # what the first process has counted
+    second.take_back(first.epoch, inserted=7)
+    report = second.report()
+    assert (report["inserts"], report["samples"]) == (50, 160)
+
+
+# -- which buffers
 
 
 @pytest.mark.parametrize(
