@@ -37,11 +37,12 @@ shard.
 **When a shard is lost.** If the process of a shard dies, clients repeat the current
 draw without this shard, and those that wrote to it write to another one. Ray restarts
 the shard, which is then empty or holds the rows of the last ``dumps()`` into
-``dump_dir``, a folder that all machines must be able to read. Ray notices a dead
-process within 1 to 2 s. A shard that does not answer within 3 s counts as lost, until
-it answers. If all shards are lost, clients wait up to a minute for the first answer. A
-restart takes about 4 s of CPU time; Ray starts its processes with low priority, so on a
-busy machine, start Ray with ``RAY_worker_niceness=0``.
+``dump_dir``, a folder that all machines must be able to read. Ray also restarts the
+process of flow control, whose counts go on from the rows of the shards. Ray notices a
+dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost,
+until it answers. If all shards are lost, clients wait up to a minute for the first
+answer. A restart takes about 4 s of CPU time; Ray starts its processes with low
+priority, so on a busy machine, start Ray with ``RAY_worker_niceness=0``.
 ``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.
 """
 

@@ -292,6 +292,7 @@ def wide(first: int, count: int) -> TensorDict:
 def test_the_first_rows_of_a_shard_fix_the_schema_of_all_shards():
     world = World(3, proportional)
     world.client(home=1).extend(rows(0, 5))
+    buffers = [shard.buffer for shard in world.shards]
     for place in range(3):
         client = world.client(home=place)
         for _ in range(2):
@@ -299,17 +300,19 @@ def test_the_first_rows_of_a_shard_fix_the_schema_of_all_shards():
                 client.extend(wide(0, 5))
         client.extend(rows(10 * place + 10, 5))  # the client can go on
     assert [len(shard.storage) for shard in world.shards] == [5, 10, 5]
+    assert [shard.buffer for shard in world.shards] == buffers
     assert len(set(world.client().sample(512)["index"][:, 0].tolist())) == 3
 
 
 def test_the_order_of_keys_does_not_matter():
     world = World(2, proportional)
-    world.client(home=0).extend(rows(0, 50))
-    data = rows(50, 50)
-    turned = TensorDict({"next": data["next"], "id": data["id"]}, [50])
-    world.client(home=1).extend(turned)
+    number = torch.arange(100)
+    first = {"id": number[:50], "again": number[:50]}
+    second = {"again": number[50:], "id": number[50:]}
+    world.client(home=0).extend(TensorDict(first, [50]))
+    world.client(home=1).extend(TensorDict(second, [50]))
     batch = world.client().sample(512)
-    assert torch.equal(batch["next", "reward"][:, 0], batch["id"].float())
+    assert torch.equal(batch["id"], batch["again"])
     assert len(set(batch["index"][:, 0].tolist())) == 2
 
 
@@ -367,6 +370,33 @@ def test_after_a_load_of_other_rows_learners_and_writers_go_on_with_them(tmp_pat
         world.client(home=1).extend(rows(110, 5))
     assert [shard.report().rows for shard in world.shards] == [30, 30]
     assert [shard.report().waiting for shard in world.shards] == [5, 0]
+    world.handles[1].restart()
+    with pytest.raises(td.SchemaError, match="'id' came as int64"):
+        world.client(home=1).extend(rows(110, 5))
+
+
+def test_rows_that_are_lost_fix_no_schema():
+    world = World(2, proportional)
+    client = world.client(home=0)
+    world.handles[0].is_lost = True
+    client.extend(wide(0, 5))
+    client.extend(rows(0, 5))
+    assert stored(world) == [[], [*range(5)]]
+
+
+def test_sequences_are_drawn_after_a_load_of_other_rows(tmp_path):
+    def sequences() -> td.SequenceSampler:
+        return td.SequenceSampler(td.UniformSampler(), 4)
+
+    dump = world_of(1, sequences)
+    dump.client().extend(episode(0, 20).set("id", torch.zeros(20, 2)))
+    dump.buffer().dumps(tmp_path)
+    world = world_of(1, sequences)
+    world.client().extend(episode(0, 20))
+    learner = world.client()
+    learner.sample()
+    world.buffer().loads(tmp_path)
+    assert learner.sample()["id"].shape == (64, 2)
 
 
 def test_a_restarted_shard_takes_no_dump_of_another_schema(tmp_path):
@@ -543,6 +573,7 @@ def test_showing_the_buffer_asks_no_shard():
 
 def test_flow_control_in_a_new_process_goes_on_from_the_rows_of_the_shards():
     first = Limiter(lambda: None, 4.0, 10, 400)
+    first.restart(0)
     first.admit_insert(7)
     second = Limiter(lambda: 50, 4.0, 10, 400)
     # what the first process has counted
