@@ -370,6 +370,7 @@ BREAKS = [
         "            self.shared = self.scratch_dir is None\n",
         "tests/storages/test_sharing_matrix.py -k 'file and fork'",
     ),
+    Break(
         "a dump keeps a chunk that has changed on the disk",
         "checkpoint/files.py",
         "is_sound = np.array_equal(np.fromfile(file, np.uint8), data)",
