@@ -29,7 +29,6 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import (
     refuse_disorder,
-    refuse_taken,
     reported_by,
     rows_drawn,
 )
@@ -88,13 +87,6 @@ class Plan(ABC):
     @abstractmethod
     def sample(self, size: int) -> Drawn:
         """Return a batch of ``size`` rows, or fewer if the sampler draws fewer."""
-
-    def refuse_unknown(self, info: Info) -> None:
-        """Raise a SchemaError if a user's sampler adds an entry under a name that the
-        rows have."""
-        if not info.keys() <= self.report_keys:
-            names = self.storage.layout.names  # pyrefly: ignore [missing-attribute]
-            refuse_taken(self.sampler, names, info.keys() - self.report_keys)
 
 
 class GeneralPlan(Plan):
@@ -164,7 +156,6 @@ class TorchPlan(Plan):
             batch = storage.gather(flat)
             if self.is_stamped:
                 info[SAMPLED_AT] = ring.stamp(flat)
-        self.refuse_unknown(info)
         flat = flat.clone()  # a user's sampler may keep its tensor
         info["index"] = coordinates(flat, storage)  # pyrefly: ignore [unsupported-operation]
         merge_(batch, info)
@@ -202,9 +193,7 @@ class CompiledPlan(Plan):
             compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
         )
         self.draws = (
-            getattr(sampler, "draw", partial(draw_from, sampler))
-            if wrapper is None
-            else wrapper.draw_rows
+            partial(draw_from, sampler) if wrapper is None else wrapper.draw_rows
         )
         #: Whether no wrapper changes rows or entries, and this package draws: no more
         # rows than wanted, known entries.
@@ -283,8 +272,6 @@ class CompiledPlan(Plan):
         """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the
         sampler adds."""
         flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
-        if info and self.wrapper is None:
-            self.refuse_unknown(info)
         # a user's sampler may give every other element of a tensor
         flat = flat.cpu().contiguous()
         address_of(flat)  # raises an error if the rows have no memory

@@ -249,6 +249,17 @@ def refuse_taken(
         refuse_other_index(stored["index"])
 
 
+def refuse_replacing(sampler: Sampler, storage: Storage, info: Info) -> None:
+    """Raise a SchemaError if ``info``, which a sampler's ``draw`` has returned, has a
+    name of the rows' entries.
+
+    The names in ``report_keys`` are checked when sampler and rows first meet.
+    """
+    unknown = info.keys() - reported_by(sampler)
+    if unknown:
+        refuse_taken(sampler, stored_names(storage), unknown)
+
+
 def rows_drawn(sampler: Sampler, drawn: object) -> tuple[Tensor, Info]:
     """Return the flat rows, ``[B]`` int64, and the further entries that a sampler's
     ``draw`` has returned.
@@ -287,9 +298,18 @@ def uniform_numbers(
     return them on ``device``."""
     source = device if generator is None else generator.device
     numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
-    if in_dispatch_mode() and backend_of(numbers) == "numba":
-        address_of(numbers)  # raises an error in FakeTensorMode, which draws nothing
+    refuse_fake(numbers)
     return numbers if source == device else numbers.to(device)
+
+
+def refuse_fake(numbers: Tensor) -> None:
+    """Raise a RuntimeError if a dispatch mode such as FakeTensorMode has made a tensor
+    without numbers."""
+    if in_dispatch_mode() and type(numbers) is not Tensor:
+        mode = f"a {type(numbers).__name__} has no numbers"
+        raise RuntimeError(
+            f"a sampler draws rows, and {mode}: sample outside of the mode that made it"
+        )
 
 
 def fill_uniform_(numbers: Tensor, generator: torch.Generator | None) -> None:

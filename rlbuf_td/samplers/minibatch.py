@@ -10,20 +10,27 @@ from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.samplers.common import EMPTY, OneStorage, permutation, setting
+from rlbuf_td.samplers.common import (
+    EMPTY,
+    OneStorage,
+    permutation,
+    refuse_fake,
+    setting,
+)
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.checks import State, state_of, whole
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.lock import defer_sigint
 
-_PROGRESS = "begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_batches"
+_PROGRESS = "_begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_batches"
 
 
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
     ``for batch in rb`` ends after the last batch of the last epoch. Any write restarts
-    with the first epoch. TorchRL's ``SamplerWithoutReplacement`` draws the same rows
+    with the first epoch, also one through another buffer over the rows, or in another
+    process that shares them. TorchRL's ``SamplerWithoutReplacement`` draws the same rows
     for the same seed, but does not restart after a write to a full buffer, because the
     number of rows stays the same.
 
@@ -56,7 +63,9 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     # all rows in the order of this epoch; None: not drawn yet
     _order: Tensor | None = None
     _position = 0
-    begun: object = None  # another object since each restart
+    _begun: object = None  # another object since each restart
+    # of the rows of this epoch, see :attr:`Ring.publication`; None: of the next draw
+    _publication: int | None = None
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
     def __init__(
@@ -79,6 +88,18 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     )
 
     @property
+    def begun(self) -> object:
+        """An object that is another one since each restart, also if the next draw
+        restarts because others have written."""
+        return object() if self._is_outdated(self._serves.storage) else self._begun
+
+    def _is_outdated(self, storage: Storage | None) -> bool:
+        """Return whether rows were written since the epochs began; only the rows of a
+        :class:`PackedStorage` tell."""
+        known = self._publication
+        return known is not None and known != _publication_of(storage)
+
+    @property
     def progress(self) -> tuple[Any, ...]:
         """How far the epochs are; setting an earlier progress of the same epochs draws
         the rows since then again."""
@@ -86,12 +107,12 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     @progress.setter
     def progress(self, progress: tuple[object, ...]) -> None:
-        if progress[0] is self.begun:
+        if progress[0] is self._begun:
             self.__dict__.update(zip(_PROGRESS, progress, strict=True))
 
     def restart(self) -> None:
         """Restart with the first epoch, in a new random order if ``shuffle`` is set."""
-        self.begun = object()
+        self._begun, self._publication = object(), None
         if self._position:
             self._order, self._position = None, 0
         self._epoch = 0
@@ -127,6 +148,9 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
                 f"drop_last leaves no batch: {count} {things} are fewer than the batch size {batch_size}"
             )
         self._serves.claim(storage)
+        if self._is_outdated(storage):
+            self.restart()
+        self._publication = _publication_of(storage)
         order = self._order
         if order is None or count != self.len_storage or not order.is_cpu:
             order = self._order_of(storage, count)
@@ -135,6 +159,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             count // batch_size if self.drop_last else -(-count // batch_size),
         )
         stop = min(start + batch_size, count)
+        numbers = order[start:stop].clone()
+        refuse_fake(numbers)
         following, position, epoch = order, stop, self._epoch
         ends = stop == count or (self.drop_last and count - stop < batch_size)
         if ends:
@@ -160,7 +186,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             ran_out,
             remaining,
         )
-        return order[start:stop].clone()
+        return numbers
 
     def _order_of(self, storage: Storage, count: int) -> Tensor:
         """Return the numbers ``0 .. count - 1`` in the order of the current epoch, on
@@ -175,11 +201,13 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def _new_order(self, rows: int, storage: Storage) -> Tensor:
         device = device_of(storage)
-        return (
+        order = (
             permutation(rows, self._rng, device)
             if self.shuffle
             else torch.arange(rows, device=device)
         )
+        refuse_fake(order)
+        return order
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
@@ -197,6 +225,10 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._serves.release()
         self.restart()
         self._order, self.len_storage = None, 0
+
+    def __getstate__(self) -> dict[str, object]:
+        # the rows of a copy, or in another process, count from another number
+        return super().__getstate__() | {"_publication": None}
 
     def begin_pass(self) -> bool:
         """Begin a ``for`` loop over all epochs, or continue a restored one; return
@@ -253,6 +285,12 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             self._order = None if order is None else order.clone()
             self.len_storage, self.ran_out = rows, ran_out
             self._resumes = bool(state_dict.get("in_pass", False))
+            self._publication = None  # the rows are those of the state
+
+
+def _publication_of(storage: Storage | None) -> int | None:
+    ring = getattr(storage, "ring", None)
+    return None if ring is None else ring.publication
 
 
 def _is_order(order: Tensor, rows: int) -> bool:

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.samplers.common import (
     StatefulSampler,
     refuse_disorder,
+    refuse_replacing,
     refuse_stored,
     rows_drawn,
 )
@@ -128,6 +129,7 @@ class RowSampler(StatefulSampler):
         refuse_stored(self, storage)
         refuse_disorder(self, storage)
         flat, info = rows_drawn(self, self.draw(storage, batch_size))
+        refuse_replacing(self, storage, info)
         return coordinates(flat, storage), info
 
     def _empty(self) -> None:

@@ -248,8 +248,7 @@ class SequenceSampler(SamplerWrapper):
         )
         self._refuse_stride()
         for wrapper in self._wrappers():
-            if wrapper.adds_fresh_rows:
-                wrapper.give_windows_to(self)
+            wrapper.give_windows_to(self)
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.episode_keys.done_key[:-1]
         ends = (

@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
 from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
-from rlbuf_td.samplers.common import EMPTY, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, optional, whole
@@ -75,6 +75,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     state_keys = ("unique",)
     _shown: ClassVar = ("unique", "max_age")
     requires_shared_state = False
+    unique: bool = setting(lambda _, value: bool(value))
 
     def __init__(
         self,

@@ -14,9 +14,11 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
+    Setting,
     StatefulSampler,
     refuse_disorder,
     refuse_other_storage,
+    refuse_replacing,
     refuse_stored,
     reported_by,
     rows_drawn,
@@ -247,6 +249,10 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         found = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
         return found.pop("index"), found
 
+    def give_windows_to(self, wrapper: SamplerWrapper) -> None:
+        """Hand out whole windows of ``wrapper``, a SequenceSampler around this one, if
+        this wrapper is set to."""
+
     def rows_per_window(self, info: Info) -> int:
         """Return L, the number of rows per window of a flat batch with this info dict;
         see :attr:`gives_windows`."""
@@ -303,24 +309,30 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     extend = _of_inner("extend")
     mark_update = _of_inner("mark_update")
     _empty = _of_inner("_empty")
+    begun = _of_inner("begun")
+    progress = _of_inner("progress")
     # pyrefly: ignore [bad-override]
     reduction = property(
         lambda self: getattr(self.sampler, "reduction", "max"),
         doc="The wrapped sampler's reduction.",
     )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("sampler", "innermost"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.sampler, name)
-
     def __setattr__(self, name: str, value: object) -> None:
-        """Set ``name`` on the outermost sampler whose class defines ``name``, or else
-        on this wrapper."""
-        part: Any = self
-        while part is not None and not hasattr(type(part), name):
-            part = part.__dict__.get("sampler")
-        object.__setattr__(self if part is None else part, name, value)
+        """Set an attribute of this wrapper; raise an AttributeError if it is a setting
+        of a wrapped sampler, where it would have no effect."""
+        if not hasattr(type(self), name):
+            self._refuse_setting_of_inner(name)
+        super().__setattr__(name, value)
+
+    def _refuse_setting_of_inner(self, name: str) -> None:
+        sampler, path = self.__dict__.get("sampler"), "sampler"
+        while sampler is not None:
+            if isinstance(getattr(type(sampler), name, None), Setting):
+                raise AttributeError(
+                    f"a {type(self).__name__} has no setting {name!r}, the {type(sampler).__name__} in it has: "
+                    f"set {path}.{name} of this {type(self).__name__}"
+                )
+            sampler, path = sampler.__dict__.get("sampler"), f"{path}.sampler"
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None
@@ -379,6 +391,8 @@ def draw_from(
         drawn = draw(storage, batch_size)
     # a user's sampler, or a user's subclass of ours
     flat, info = rows_drawn(sampler, drawn)
+    if draw is not None:  # samplers of TorchRL's replace entries on purpose
+        refuse_replacing(sampler, storage, info)
     return flat_rows(flat, storage, device_of(storage)), {**info}
 
 

@@ -554,7 +554,7 @@ def test_what_a_subclass_overrides_is_called_at_every_sample_and_update():
     for error in (1.0, 2.0, 3.0):
         batch = rb.sample().set("td_error", torch.full((8,), error))
         rb.update_tensordict_priority(batch)
-        assert (rb.sampler.priority(batch["index"]) == 2 * error).all()
+        assert (rb.sampler.innermost.priority(batch["index"]) == 2 * error).all()
 
 
 def test_unique_set_later_draws_no_row_twice():

@@ -337,7 +337,7 @@ def test_priorities_are_those_of_the_torch_form_for_errors_of_any_kind(lanes, op
                 rb.update_tensordict_priority(batch)
             found.append(
                 (
-                    rb.sampler.priority(torch.arange(STEPS * lanes)),
+                    rb.sampler.innermost.priority(torch.arange(STEPS * lanes)),
                     rb.health()["stale_updates"],
                 )
             )
@@ -535,10 +535,10 @@ def test_writes_and_edits_of_done_flags_begin_new_epochs():
         found = torch.cat([batch["index"][batch["mask"]] for batch in epoch])[: len(rb)]
         assert len(found.unique(dim=0)) == len(found)
     rb.sample()
-    position = rb.sampler.position
+    position = rb.sampler.innermost.position
     rb.set_at_("x", 7, (4, 0))  # the same trajectories
     rb.sample()
-    assert rb.sampler.position == position + 2
+    assert rb.sampler.innermost.position == position + 2
 
 
 def test_batches_drawn_ahead_are_the_same():

@@ -3,6 +3,7 @@ library's buffer."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import (
+    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -51,7 +53,7 @@ def world(
 
 
 @wrapped
-def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
+def test_alpha_and_beta_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
     for inner in (ProportionalSampler(40, 0.7, 0.4), RankSampler(40, 0.7, 0.4)):
         wrapper = wrap(inner)
         # TorchRL's buffers pass priorities to this class only
@@ -62,27 +64,58 @@ def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
     assert not hasattr(wrap(UniformSampler()), "alpha")
 
 
-def test_schedulers_reach_the_settings_of_every_wrapper():
-    rb = world(WRAPPERS["all"](ProportionalSampler(40))).rb
-    sequence = rb.sampler
-    n_step, hindsight, inner = (
-        sequence.sampler,
-        sequence.sampler.sampler,
-        sequence.innermost,
+def test_a_scheduler_of_the_buffer_reaches_alpha_and_beta_and_of_a_sampler_its_settings():
+    rb = world(WRAPPERS["all"](ProportionalSampler(40, 0.7, 0.4))).rb
+    sequence, n_step, hindsight = (
+        rb.sampler,
+        rb.sampler.sampler,
+        rb.sampler.sampler.sampler,
     )
-    goals = {
-        "n_steps": (n_step, 5),
-        "gamma": (n_step, 0.5),
-        "her_ratio": (hindsight, 0.25),
-        "eta": (sequence, 0.5),
+    targets = {
+        "beta": (rb, sequence.innermost),
+        "alpha": (rb, sequence.innermost),
+        "eta": (rb, sequence),
+        "gamma": (n_step, n_step),
+        "her_ratio": (hindsight, hindsight),
     }
-    for name, (part, value) in (
-        goals | {"beta": (inner, 1.0), "weight_norm": (inner, None)}
-    ).items():
-        setattr(LinearScheduler(rb, "eta", 1.0, 1).sampler, name, value)
-        assert getattr(part, name) == getattr(sequence, name) == value
-        assert (name in vars(sequence)) == (part is sequence)
-    assert (n_step.n_steps, inner.weight_norm, sequence.length) == (5, None, 3)
+    for name, (target, owner) in targets.items():
+        LinearScheduler(target, name, 0.5, 1).step()
+        assert getattr(owner, name) == 0.5, name
+    with pytest.raises(ValueError, match="does not have an attribute her_ratio"):
+        LinearScheduler(rb, "her_ratio", 0.5, 1)
+
+
+def test_a_setting_of_a_wrapped_sampler_is_refused_where_it_would_do_nothing():
+    sampler = WRAPPERS["all"](UniformSampler())
+    owners = {
+        "n_steps": "sampler",
+        "gamma": "sampler",
+        "her_ratio": "sampler.sampler",
+        "unique": "sampler.sampler.sampler",
+    }
+    for name, path in owners.items():
+        with pytest.raises(AttributeError, match=f"set {path}.{name} of this"):
+            setattr(sampler, name, 1)
+        assert not hasattr(sampler, name)
+        setattr(attrgetter(path)(sampler), name, 1)  # what the error says
+
+
+def test_a_wrapper_leaves_the_attributes_of_a_users_sampler_alone():
+    class Named(UniformSampler):
+        strategy = length = reward_key = finished_only = by = "mine"
+        n_steps = 7
+
+        def reward_fn(self) -> str:
+            return "mine"
+
+    inner = Named()
+    before = vars(inner).copy()
+    for wrap in (*WRAPPERS.values(), lambda inner: FreshRowsSampler(inner, 2)):
+        wrapper = wrap(inner)
+        assert vars(inner) == before
+        assert inner.reward_fn() == inner.strategy == inner.length == "mine"
+        assert wrapper.innermost is inner
+    assert NStepSampler(inner, 3, 0.9).n_steps == 3
 
 
 @both
@@ -155,14 +188,14 @@ def test_epochs_of_wrapped_rows(cls, inner):
     assert sorted(flat.tolist()) == list(range(40))
 
 
-def test_attributes_are_those_of_the_wrapped_sampler():
+def test_the_representation_shows_every_wrapped_sampler():
     sampler = WRAPPERS["all"](ProportionalSampler(40, weight_norm="batch"))
     assert repr(sampler).startswith(
         "SequenceSampler(NStepSampler(HindsightSampler(ProportionalSampler(alpha=0.6"
     )
     assert "her_ratio=0.8" in repr(sampler)
-    assert sampler.weight_norm == "batch"
-    assert sampler.priority(torch.arange(3)).tolist() == [-1, -1, -1]
+    assert sampler.innermost.weight_norm == "batch"
+    assert not hasattr(sampler, "weight_norm")
 
 
 @both
