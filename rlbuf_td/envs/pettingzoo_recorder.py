@@ -49,7 +49,8 @@ class PettingZooRecorder(Recorder):
     step has the mask False, zeros as observation, action and reward, and the flags
     True, as in TorchRL. Each agent's trajectory ends where it dies:
     ``RolloutBuffer(group=...)`` computes the returns of the agents of one group.
-    :class:`NStepSampler` refuses such rewards. Multiply your loss by the mask.
+    :class:`NStepSampler` sums the rewards of each agent up to there. Multiply your loss
+    by the mask.
 
     With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step`
     steps all of them. With ``rb.lane(e)`` in place of the buffer, a single environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from struct import Struct
 from typing import cast
@@ -30,7 +30,7 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.schema import Leaf, show_key
+from rlbuf_td.storages.schema import Leaf
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 
 _SET = Struct("qdq")  # the fields ``n``, ``gamma`` and ``taken`` of a ``STEPS`` record
@@ -55,10 +55,10 @@ class NStepSampler(SamplerWrapper):
 
     The sum :math:`r` replaces the reward. All other entries of ``"next"`` are those of
     the last row in the sum. The new entry ``"steps_to_next_obs"`` is :math:`m`, which
-    TorchRL's losses use for discounting. A sum stops at the end of the trajectory or at
-    the newest row, where the loss bootstraps unless the state is terminal. With a
-    prioritized sampler, the TD error of an n-step transition updates the priority of
-    the drawn row.
+    TorchRL's losses use for discounting; for rewards of agents, there is one :math:`m`
+    per agent. A sum stops at the end of the trajectory or at the newest row, where the
+    loss bootstraps unless the state is terminal. With a prioritized sampler, the TD
+    error of an n-step transition updates the priority of the drawn row.
 
     Args:
         sampler: draws the rows, for example a :class:`UniformSampler` or a
@@ -71,20 +71,24 @@ class NStepSampler(SamplerWrapper):
             floating dtype.
         done_key, traj_key: the keys of the done flag and the trajectory id, as for
             :class:`TrajectoryIndex`.
+        per_agent: whether the sum of each agent's rewards also ends at the agent's own
+            flag, which is ``("next", group, "done")`` for the rewards ``("next", group,
+            "reward")``, ``[agents, ...]``. The entries of ``("next", group)`` are then
+            those of the last row in the sum of each agent. If False, or if such flags
+            are not stored, all agents' sums end with the trajectory.
 
     Raises:
         ValueError: an argument is out of range, or ``reward_key`` is not in ``"next"``.
         KeyError: (at the first draw) the reward is not stored, or neither done flags
             nor trajectory ids are stored.
         TypeError: the wrapped sampler draws sequences or n-step transitions; (at the
-            first draw) the reward's dtype is not floating, or flags of each agent are
-            stored beside the reward, such as ``("next", group, "done")``.
+            first draw) the reward's dtype is not floating.
 
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories
             alternate.
 
-    Cost: O(B * n).
+    Cost: O(B * n). Sums that end at the flags of each agent are made with torch.
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In
     contrast to TorchRL's ``MultiStep``, the buffer stores one-step transitions, so that
     n may change during training.
@@ -121,9 +125,11 @@ class NStepSampler(SamplerWrapper):
         reward_key: NestedKey = ("next", "reward"),
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
+        per_agent: bool = True,
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
         self.n_steps, self.gamma = n_steps, gamma
+        self.per_agent = bool(per_agent)
         self.reward_key = as_tuple(reward_key)
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
             raise ValueError(
@@ -142,61 +148,92 @@ class NStepSampler(SamplerWrapper):
         self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
         n, rows = self.n_steps, storage.all_rows()
-        self._reward_of(storage)
+        kind, of_agents = self._reward_of(storage), self._flags_of_agents(storage)
         episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
+        first = torch.arange(len(flat), device=flat.device)
         last = episodes.spans(flat).ahead.clamp(max=n - 1)
         # then the last row, repeated
         window = storage.ring.cells_after(flat[:, None], step.minimum(last[:, None]))
         if not self.takes_goals:
-            reward = rows.column_at(self.reward_key, window)
-            batch = rows.joined_at(flat, window[:, -1])
+            batch, steps = rows.joined_at(flat, window[:, -1]), None
         # the wrapped sampler may change rewards and flags: let it read the rows of all
         # steps
         else:
-            batch, first = (
-                read(flat, owner),
-                torch.arange(len(flat), device=flat.device),
-            )
-            steps = read(
-                window.flatten(),
-                (first if owner is None else owner).repeat_interleave(n),
-            )
-            for key in episodes.flags:  # the first step that now ends the episode
-                flags = leaf_of(steps, key)
-                is_end = flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
-                last = torch.where(is_end, step, n - 1).amin(1).minimum(last)
-            reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
+            owner = first if owner is None else owner
+            batch = read(flat, owner)
+            steps = read(window.flatten(), owner.repeat_interleave(n))
+
+        def column(key: tuple[str, ...], step: Tensor) -> Tensor:
+            """Return a key of the rows at ``step``, ``[B]`` or ``[B, n]``."""
+            row = first.view(-1, *[1] * (step.ndim - 1))
+            if steps is None:
+                return rows.column_at(key, window[row, step])
+            return leaf_of(steps, key)[row * n + step]
+
+        every = step.expand(len(flat), n)
+        if steps is not None:
+            for key in episodes.flags:
+                last = last.minimum(_first_end(column(key, every), 1)[:, 0])
             set_entries_(batch, {"next": steps.get("next")[first * n + last]})
-        total = n_step_sums(reward, last, self.gamma)
+        reward = column(self.reward_key, every)
+
+        agents = _agents_of(self.reward_key, kind)
+        if not agents:
+            total = n_step_sums(reward, last, self.gamma)
+        else:
+            last = last[:, None].expand(-1, agents)
+            for key in of_agents:
+                last = last.minimum(_first_end(column(key, every), agents))
+            by_agent = reward.transpose(1, 2).flatten(0, 1)
+            total = n_step_sums(by_agent, last.flatten(), self.gamma)
+            total = total.unflatten(0, last.shape)
+        if of_agents:
+            self._set_outcomes_(batch, storage, last, column)
+
         leaf_of(batch, self.reward_key).copy_(total)
-        set_entries_(
-            batch, {"steps_to_next_obs": (last + 1).view(-1, *[1] * (total.ndim - 1))}
-        )
+        shape = (*last.shape, *[1] * (total.ndim - last.ndim))
+        set_entries_(batch, {"steps_to_next_obs": (last + 1).view(shape)})
         return batch
 
+    def _set_outcomes_(
+        self,
+        batch: TensorDictBase,
+        storage: PackedStorage,
+        last: Tensor,
+        column: Callable[[tuple[str, ...], Tensor], Tensor],
+    ) -> None:
+        """Set the entries of ``("next", group)`` to those of the last row in the sum of
+        each agent, ``last``, ``[B, agents]``."""
+        group, agents = self.reward_key[:-1], last.shape[1]
+        for leaf in storage.all_rows().layout.leaves:
+            if leaf.key[: len(group)] != group:
+                continue
+            value = leaf_of(batch, leaf.key)
+            if agents == 1:  # the whole group is this agent
+                value.copy_(column(leaf.key, last[:, 0]))
+            elif leaf.shape[:1] == (agents,):
+                for agent in range(agents):
+                    value[:, agent] = column(leaf.key, last[:, agent])[:, agent]
+
+    def _flags_of_agents(self, storage: PackedStorage) -> list[tuple[str, ...]]:
+        """Return the keys of the flags, beside the rewards, that end the sums of each
+        agent; none without ``per_agent``."""
+        *group, _ = self.reward_key
+        if not self.per_agent or len(group) < 2:
+            return []
+        stored = [
+            leaf.key
+            for name in ("done", "terminated", "truncated")
+            if (leaf := leaf_stored(storage, (*group, name))) is not None
+            and leaf.dtype is torch.bool
+            and leaf.shape[:1] == self._reward_of(storage).shape[:1]
+        ]
+        # as for advantages, `done` has precedence
+        return stored[:1] if (*group, "done") in stored else stored
+
     def _reward_of(self, storage: PackedStorage) -> Leaf:
-        """Return the dtype and the shape of the reward; TypeError if it is of agents
-        that end at different steps."""
-        reward, (*group, _) = (
-            summable(storage, self.reward_key, "n-step returns"),
-            self.reward_key,
-        )
-        for key in (
-            [(*group, name) for name in ("done", "terminated", "truncated")]
-            if len(group) > 1
-            else []
-        ):
-            flags = leaf_stored(storage, key)
-            if (
-                flags is not None
-                and flags.dtype is torch.bool
-                and flags.shape[:1] == reward.shape[:1]
-            ):
-                remedy = f"store the rows without {group[1:]} flags if all agents end together, else one agent per lane"
-                raise TypeError(
-                    f"n-step sums end with the trajectory, not at {show_key(key)} of each agent: {remedy}"
-                )
-        return reward
+        """Return the dtype and the shape of the reward."""
+        return summable(storage, self.reward_key, "n-step returns")
 
     @compiled_form_of("_reader", "_summed", "draw_batch", "batch_of")
     def reading(
@@ -208,6 +245,8 @@ class NStepSampler(SamplerWrapper):
             return NO_LOOPS
         if reward.dtype not in (torch.float32, torch.float64):
             return f"rewards are {reward.dtype}, not float32 or float64"
+        if self._flags_of_agents(storage):
+            return "sums that end at the flags of each agent are made with torch"
         inner = reading_of(self.sampler, storage, size, is_stamped)
         if type(inner) is Reading:
             return _JoinedReading(self, storage, size, is_stamped)
@@ -220,6 +259,21 @@ class NStepSampler(SamplerWrapper):
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from ("next", "steps_to_next_obs")
+
+
+def _agents_of(reward_key: tuple[str, ...], reward: Leaf) -> int:
+    """Return the number of agents whose rewards a key holds; 0 for rewards of a whole
+    environment, which may have several elements."""
+    return reward.shape[0] if len(reward_key) > 2 and reward.shape else 0
+
+
+def _first_end(flags: Tensor, agents: int) -> Tensor:
+    """Return the first step at which a flag of each agent, ``[B, n, ...]``, is True, or
+    the last step: ``[B, agents]``."""
+    count, n = flags.shape[:2]
+    is_end = flags.reshape(count, n, agents, -1).any(3)
+    step = torch.arange(n, device=flags.device)[:, None]
+    return torch.where(is_end, step, n - 1).amin(1)
 
 
 class _JoinedReading(Reading):
@@ -238,9 +292,13 @@ class _JoinedReading(Reading):
             (kinds, [leaf.dtype.itemsize for leaf in leaves])
         )
         self.describe(np.column_stack((self.rows.extents, self.columns)))
-        self.entries = [
-            ("steps_to_next_obs", (torch.int64, torch.Size([1] * len(reward.shape))))
-        ]
+        self.agents = _agents_of(wrapper.reward_key, reward)
+        shape = [1] * len(reward.shape)
+        if self.agents:
+            shape[0] = self.agents
+        self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(shape)))]
+        # of each sum, of rewards of agents that end together
+        self.taken = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
@@ -272,17 +330,19 @@ class _JoinedReading(Reading):
             self.entry_kernel(
                 self.address, at, slot.targets, self.ends_at, self.observations
             )
+        self.tell_agents_(slot)
         return True
+
+    def tell_agents_(self, slot: BatchSlot) -> None:
+        """Give all agents the number of steps that their sums share."""
+        if self.agents:
+            steps = slot.report["steps_to_next_obs"]
+            steps.copy_(self.taken.view(-1, *[1] * (steps.ndim - 1)))
 
     def steps_of(self, slot: BatchSlot, n: int) -> int:
         """Return the address of a ``STEPS`` record for a batch."""
-        _SET.pack_into(
-            self.joined_bytes,
-            0,
-            n,
-            self.wrapper.gamma,
-            slot.report["steps_to_next_obs"].data_ptr(),
-        )
+        taken = self.taken if self.agents else slot.report["steps_to_next_obs"]
+        _SET.pack_into(self.joined_bytes, 0, n, self.wrapper.gamma, taken.data_ptr())
         return self.joined_at
 
 
@@ -338,6 +398,7 @@ class _RevisedSteps(_JoinedReading):
             return False
         self.inner(self.slots_of_steps, read, listed, drawn, live)
         self.kernel(self.address, slot.targets, read.targets, steps, self.flags)
+        self.tell_agents_(slot)
         for name, _ in self.inner.entries:
             slot.report[name].copy_(read.report[name][:: self.n])
         return True

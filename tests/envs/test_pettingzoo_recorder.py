@@ -17,10 +17,10 @@ from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from tensordict import TensorDict
 from torchrl.envs import MarlGroupMapType
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
+from torchrl.objectives.value import TD0Estimator
 
 from rlbuf_td import (
     NStepSampler,
-    PackedStorage,
     PettingZooRecorder,
     ReplayBuffer,
     SchemaError,
@@ -300,20 +300,57 @@ def test_extras_are_stored_and_those_of_absent_agents_are_zeros():
         recorder.step([act(each) for each in env], note=np.zeros(2))
 
 
-def test_n_step_sums_of_agents_that_end_alone_are_refused():
+WOLF_REWARD = ("next", "wolf", "reward")
+
+
+@pytest.mark.parametrize("per_agent", [True, False])
+def test_n_step_sums_end_with_each_agent_or_with_the_team(per_agent):
+    n, gamma = 4, 0.9
     sampler = NStepSampler(
-        UniformSampler(), 4, 0.9, reward_key=("next", "wolf", "reward")
+        UniformSampler(), n, gamma, reward_key=WOLF_REWARD, per_agent=per_agent
     )
-    rb = run(started(Meadow(), sampler=sampler), 20)
-    with pytest.raises(
-        TypeError,
-        match=r"sums end with the trajectory, not at \('next', 'wolf', 'done'\) of each",
-    ):
-        rb.sample(4)
-    plain = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=4)
-    flags = [("next", "wolf", name) for name in ("done", "terminated", "truncated")]
-    plain.extend(rb.chronological().exclude(*flags))
-    assert plain.sample()["next", "wolf", "reward"].shape == (4, 3, 1)
+    rb = run(started(Meadow(), 60, sampler=sampler), 80)
+    rows, batch = rb.chronological(), rb.sample(100)
+    oldest = int(rb.storage.stamps(torch.arange(60)).min())
+    numbers = (rb.storage.stamps(batch["index"]) - oldest).tolist()
+    alone = 0
+    for number, drawn in zip(numbers, batch, strict=True):
+        after = rows[number : number + n]["next"]
+        ends = after["done"].flatten().tolist()
+        team = ends.index(True) + 1 if True in ends else len(ends)
+        for agent in range(3):
+            flags = after["wolf", "done"][:team, agent, 0].tolist()
+            steps = flags.index(True) + 1 if per_agent and True in flags else team
+            alone += steps < team
+            discounts = gamma ** torch.arange(steps)
+            total = (discounts * after["wolf", "reward"][:steps, agent, 0]).sum()
+            torch.testing.assert_close(drawn["next", "wolf", "reward"][agent, 0], total)
+            assert drawn["steps_to_next_obs"][agent].tolist() == [steps]
+            for key in ("observation", "done", "terminated", "truncated", "mask"):
+                value = after["wolf", key][steps - 1, agent]
+                assert torch.equal(drawn["next", "wolf", key][agent], value), key
+        for key in ("done", ("sheep", "observation"), ("sheep", "done")):
+            assert torch.equal(drawn["next"][key], after[key][team - 1]), key
+        assert torch.equal(drawn["sheep", "action"], rows[number]["sheep", "action"])
+    assert (alone > 10) == per_agent
+
+
+def test_torchrls_estimator_takes_the_steps_of_each_agent():
+    sampler = NStepSampler(UniformSampler(), 3, 0.9, reward_key=WOLF_REWARD)
+    batch = run(started(Meadow(), sampler=sampler), 30).sample(64)
+    batch["wolf", "state_value"] = torch.rand(64, 3, 1)
+    batch["next", "wolf", "state_value"] = torch.rand(64, 3, 1)
+    estimator = TD0Estimator(gamma=0.9, value_network=None)
+    estimator.set_keys(
+        value=("wolf", "state_value"),
+        reward=("wolf", "reward"),
+        done=("wolf", "done"),
+        terminated=("wolf", "terminated"),
+    )
+    target = estimator.value_estimate(batch)
+    discount = 0.9 ** batch["steps_to_next_obs"] * ~batch["next", "wolf", "terminated"]
+    following = discount * batch["next", "wolf", "state_value"]
+    torch.testing.assert_close(target, batch["next", "wolf", "reward"] + following)
 
 
 class Broken(Meadow):

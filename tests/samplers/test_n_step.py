@@ -224,3 +224,53 @@ def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_r
             # the serial of a row is its number
             assert torch.equal(batch["sampled_at"], batch["x"])
     assert ("not sample" in rb.compiled) == (backend == "torch")
+
+
+def team(steps: int) -> TensorDict:
+    """Return steps of a team of three, in which agents end alone, and all together."""
+    generator = torch.Generator().manual_seed(1)
+    data = chain(steps, done=[11, 30])
+    data["goal"] = torch.zeros(steps, 2)
+    data["next", "reached"] = torch.rand(steps, 2, generator=generator)
+    agents = {
+        "reward": torch.rand(steps, 3, 1, generator=generator),
+        "done": torch.rand(steps, 3, 1, generator=generator) < 0.2,
+        "observation": torch.rand(steps, 3, 5, generator=generator),
+    }
+    data["next", "agents"] = TensorDict(agents, [steps])
+    return data
+
+
+@pytest.mark.parametrize("per_agent", [True, False])
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_sums_of_agents_are_equal_where_the_wrapped_sampler_revises_rewards(
+    per_agent, backend
+):
+    """No row is relabelled, but the rewards and flags of all steps are read from what
+    hindsight has revised."""
+    key = ("next", "agents", "reward")
+    batches = []
+    with forced(backend):
+        for inner in (
+            UniformSampler(unique=True),
+            HindsightSampler(
+                UniformSampler(unique=True),
+                lambda batch: batch[key],
+                her_ratio=0.0,
+                goal_key="goal",
+                achieved_goal_key="reached",
+                reward_key=key,
+            ),
+        ):
+            sampler = NStepSampler(inner, 4, 0.9, reward_key=key, per_agent=per_agent)
+            rb = buffer(sampler, team(40))
+            batches.append(by_row(rb))
+            made_with_torch = per_agent or backend == "torch"
+            assert ("not sample" in rb.compiled) == made_with_torch
+    plain, revised = batches
+    assert plain["steps_to_next_obs"].shape == (40, 3, 1)
+    assert (
+        plain["steps_to_next_obs"][:, 0] != plain["steps_to_next_obs"][:, 1]
+    ).any() == per_agent
+    for name in plain.keys(True, True):
+        assert torch.equal(plain[name], revised[name]), name
