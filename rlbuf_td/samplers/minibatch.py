@@ -150,10 +150,10 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._serves.claim(storage)
         if self._is_outdated(storage):
             self.restart()
-        self._publication = _publication_of(storage)
         order = self._order
         if order is None or count != self.len_storage or not order.is_cpu:
             order = self._order_of(storage, count)
+        self._publication = _publication_of(storage)
         start, per_epoch = (
             self._position,
             count // batch_size if self.drop_last else -(-count // batch_size),

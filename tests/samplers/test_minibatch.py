@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
 from tests.statistics import assert_follows
 
@@ -158,3 +163,107 @@ def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_
         sizes = [len(batch) for batch in rb]
         assert sorted(sizes) == ([4] * 6 if drop_last else [2] * 3 + [4] * 6)
     rb.shutdown()
+
+
+def rows_from(first: int, n: int = 6) -> TensorDict:
+    done = torch.zeros(n, 1, dtype=torch.bool)
+    x = torch.arange(first, first + n)
+    return TensorDict(
+        {"x": x, "next": {"done": done, "reward": x[:, None].float()}}, [n]
+    )
+
+
+def write_elsewhere(rb: Any) -> None:
+    """Write in another process that shares the rows."""
+    process = torch.multiprocessing.get_context("fork").Process(
+        target=rb.extend, args=(rows_from(10, 3),)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "extend": lambda rb: rb.extend(rows_from(10, 3)),
+    "add": lambda rb: [rb.add(row) for row in rows_from(10, 3)],
+    "another buffer": lambda rb: ReplayBuffer(storage=rb.storage).extend(
+        rows_from(10, 3)
+    ),
+    "the storage": lambda rb: rb.storage.set(range(3), rows_from(10, 3)),
+    "another process": write_elsewhere,
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: inner, lambda s: NStepSampler(s, 1, 0.9)]
+)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_by_whomever_restarts_the_epochs(write, wrap, prefetch):
+    # with batches drawn ahead, the write comes when the last one is drawn
+    sampler = MinibatchSampler(1 if prefetch else 2, shuffle=False)
+    rb = ReplayBuffer(
+        storage=PackedStorage(6),
+        sampler=wrap(sampler),
+        batch_size=2,
+        prefetch=prefetch,
+        transform=(lambda rows: rows) if prefetch else None,
+    )
+    rb.extend(rows_from(0))
+    if write == "another process":
+        rb.share()
+    rb.sample()
+    WRITES[write](rb)
+    assert [rb.sample()["x"].tolist() for _ in range(4)] == [
+        [10, 11],
+        [12, 3],
+        [4, 5],
+        [10, 11],
+    ]
+    rb.set_at_("x", torch.tensor([7]), [0])  # an edit does not
+    assert rb.sample()["x"].tolist() == [12, 3]
+    rb.shutdown()
+
+
+def pickled_sampler(rb: Any) -> Any:
+    """Return a buffer over other rows, with a copy of the sampler alone."""
+    storage = PackedStorage(6)
+    storage.set(range(6), TensorDict({"x": torch.arange(6)}, [6]))
+    sampler = pickle.loads(pickle.dumps(rb.sampler))
+    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=2)
+
+
+def loaded(rb: Any) -> Any:
+    copy = buffer(6, MinibatchSampler(2, shuffle=False), 2)
+    copy.sample()
+    copy.load_state_dict(rb.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize(
+    "again", [lambda rb: pickle.loads(pickle.dumps(rb)), pickled_sampler, loaded]
+)
+def test_a_copy_goes_on_with_the_epoch(again):
+    rb = buffer(6, MinibatchSampler(2, shuffle=False), 2)
+    rb.extend(TensorDict({"x": torch.arange(6)}, [6]))
+    rb.sample()
+    copy = again(rb)
+    assert copy.sample()["x"].tolist() == rb.sample()["x"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_a_draw_under_a_fake_tensor_mode_is_refused_and_the_epoch_goes_on(
+    shuffle, drawn
+):
+    rb = buffer(6, MinibatchSampler(2, shuffle=shuffle), 2)
+    seen = [rb.sample()["x"].tolist() for _ in range(drawn)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"outside of the mode|no memory"):
+                rb.sample()
+            with suppress(RuntimeError):
+                rb.can_sample()
+    seen += [rb.sample()["x"].tolist() for _ in range(3 - drawn)]
+    assert sorted(x for batch in seen for x in batch) == [*range(6)]
+    assert (rb.sampler.epoch, rb.sampler.position) == (1, 0)
