@@ -111,7 +111,7 @@ class ExperienceQueue(ReplayBuffer):
         """Wait for free space, write one row, and return its index. For errors, see
         :class:`ExperienceQueue`."""
         self._refuse_blocking(self._batch_size, 1)
-        return self._once_possible(
+        return self._once_possible(  # pyrefly: ignore [bad-return]
             partial(super().add, data), self.timeout, slow_write=4
         )
 

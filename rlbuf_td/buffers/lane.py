@@ -65,10 +65,11 @@ class Lane:
         if self.number >= lanes:
             raise IndexError(f"lane {lane} is out of range: lanes are 0 to {lanes - 1}")
 
-    def add(self, data: TensorDictBase) -> int:
-        """Write one transition, ``[]``; return its time step. Errors: those of
-        :meth:`ReplayBuffer.extend`."""
-        return int(self.extend(data.unsqueeze(0))[0, 0])
+    def add(self, data: TensorDictBase) -> int | None:
+        """Write one transition, ``[]``; return its time step, or None if a transform
+        holds it back. Errors: those of :meth:`ReplayBuffer.extend`."""
+        index = self.extend(data.unsqueeze(0))
+        return int(index[0, 0]) if len(index) else None
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
         """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""

@@ -229,7 +229,9 @@ class ReplayBufferMixture:
         :meth:`ReplayBuffer.extend`."""
         return self._written(name).extend(data, lanes=lanes)
 
-    def add(self, data: TensorDictBase, name: str | None = None) -> int | torch.Tensor:
+    def add(
+        self, data: TensorDictBase, name: str | None = None
+    ) -> int | torch.Tensor | None:
         """Write one transition to the member ``name``, default ``writes_to``; see
         :meth:`ReplayBuffer.add`."""
         return self._written(name).add(data)

@@ -763,9 +763,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 if plan is not None and plan.is_final and not plan.transforms:
                     return self._draw(size, is_returned=True)[0]
             return self._sample_now(batch_size, return_info, include_info)
-        with self._permission(
-            batch_size or self._batch_size, wait, timeout, cancel_event
-        ):
+        size = self._batch_size if batch_size is None else as_size(batch_size)
+        with self._permission(size, wait, timeout, cancel_event):
             return self._sample_now(batch_size, return_info, include_info)
 
     @contextmanager
@@ -1078,9 +1077,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     # -- writes
 
-    def add(self, data: Any) -> int | torch.Tensor:
+    def add(self, data: Any) -> int | torch.Tensor | None:
         """Write one transition, or with ``ndim > 1`` one time step of all environments;
-        return its index.
+        return its index, or None if the writer leaves the transition out.
 
         ``data`` is a TensorDict, a tensorclass or a tensor. If the first write was not
         a TensorDict, batches are objects of its class, without the sampler's report,
@@ -1453,6 +1452,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     if lanes is None
                     else writer.append(lanes, data)
                 )
+            if index is None:  # TorchRL's maximum-value writer leaves the row out
+                return None
             if how in parts.notices:
                 getattr(parts.sampler, how)(index)
             if td_error is not None and parts.prioritized is not None:
@@ -1482,11 +1483,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _prepared(self, data: TensorDictBase, dims: int) -> Any:
         """Transform data whose first ``dims`` dims index rows, and check the entries
         that the rows may not have."""
+        data = self.with_trajectory_ids(data, dims)
         if torchrl_parts.modules_of(self.parts.transforms):
+            storage = self.parts.storage
+            is_reserved = storage.is_reserved_for(data, dims)
             with _set_dispatch_td_nn_modules(True):
                 data = self.transform.inv(data)
+            # rows are reserved for what an environment gives: store what is left of it
+            if is_reserved and data is not None and data.batch_size[:dims].numel():
+                storage.reserve_again(data, dims)
         if data is not None:
-            data = self.with_trajectory_ids(data, dims)
             if "index" in data.keys():
                 refuse_index()
             if self._storage.rows is None:

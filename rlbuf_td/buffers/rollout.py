@@ -231,7 +231,7 @@ class RolloutBuffer(ReplayBuffer):
         self._refuse_shape(
             "add", data, () if self.num_envs is None else (self.num_envs,)
         )
-        return super().add(data)
+        return super().add(data)  # pyrefly: ignore [bad-return]
 
     def extend(
         self,

@@ -151,6 +151,8 @@ class GymnasiumRecorder(Recorder):
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         # all: every lane lacks the step that failed
         begun = np.ones_like(lanes) if self._obs is None else lanes
+        # if the environment raises an error, another reset must follow
+        self._obs = None
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
         self._has_ended = bool(self._ended.any())

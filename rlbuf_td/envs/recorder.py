@@ -130,6 +130,11 @@ class Recorder:
 
     # -- rows
 
+    @property
+    def _is_transformed(self) -> bool:
+        """Whether a transform may change rows before they are written."""
+        return bool(len(self.buffer.transform))
+
     def _fit(self, schema: TensorDict, *, single: bool) -> None:
         """Reserve rows like ``schema``, ``[E]``, in the buffer, or check that its rows
         match.
@@ -195,12 +200,16 @@ class Recorder:
                 self._refuse_missing(key, value)
                 continue
             is_reward = key[-1] == "reward" and leaf.dtype.is_floating_point
+            wider = torch.promote_types(value.dtype, leaf.dtype)
+            if is_reward and self._is_transformed and leaf.dtype != wider:
+                continue  # rows hold what a transform leaves of it
             if key == REWARD and is_reward:
                 value = value.new_empty((self._lanes, *leaf.shape))
             # rows hold them as the extras or a space say
             if is_reward or key[-1] == ACTION_MASK:
                 schema.set(key, value := value.to(leaf.dtype))
-            if (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
+            is_alike = (value.dtype, value.shape[1:]) == (leaf.dtype, leaf.shape)
+            if not is_alike and not self._is_transformed:
                 given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
                 stored_as = (
                     f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
@@ -212,7 +221,8 @@ class Recorder:
         write can no longer add it."""
         storage = self.buffer.storage
         if (
-            storage.is_reserved
+            self._is_transformed  # a transform may leave it out
+            or storage.is_reserved
             or storage.layout is None
             or key in storage.layout.places
         ):
@@ -261,8 +271,7 @@ class Recorder:
             raise SchemaError(
                 f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}"
             )
-        if not len(self.buffer.transform):  # a transform may leave it out
-            self._refuse_missing(key, value)
+        self._refuse_missing(key, value)
         schema.set(key, value)
 
     def _write(self, lanes: np.ndarray | None = None) -> None:

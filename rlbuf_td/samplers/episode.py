@@ -71,7 +71,7 @@ class EpisodeSampler(SamplerWrapper):
             transformers. ``"episode"`` draws all complete episodes with equal
             probability.
         finished_only: whether to draw only episodes that have ended. If False, the
-            newest, unfinished episodes may be drawn, too.
+            newest, unfinished episodes may be drawn, too. May be set at any time.
         layout: ``"padded"`` or ``"concatenated"``, see above.
         gamma: the discount factor of ``"reward_to_go"``, 0 to 1. ``None`` adds no such
             entry.
@@ -129,6 +129,7 @@ class EpisodeSampler(SamplerWrapper):
     _level = 3
     report_keys = frozenset({"mask", "episode", "episode_step", "episode_length"})
     _shown = ("max_length", "by", "finished_only", "layout", "gamma")
+    state_keys = ("finished_only",)
     # set in __init__.py, because samplers do not import each other
     default: ClassVar[type[RowSampler]]
     max_length: int | None = setting(optional(whole(1)), is_fixed=True)
@@ -137,6 +138,7 @@ class EpisodeSampler(SamplerWrapper):
         one_of("padded", "concatenated"), is_fixed=True
     )
     gamma: float | None = setting(optional(fraction), is_fixed=True)
+    finished_only: bool = setting(lambda _, value: bool(value))
 
     def __init__(
         self,
@@ -169,10 +171,8 @@ class EpisodeSampler(SamplerWrapper):
                 f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go"
             )
         self.reward_key, self.init_key = as_tuple(reward_key), as_tuple(init_key)
-        self.finished_only, self.time_dim_name = bool(finished_only), time_dim_name
+        self.finished_only, self.time_dim_name = finished_only, time_dim_name
         self.gives_windows = layout == "padded"
-        # the storage's state, its episodes
-        self._listed: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)
         if gamma is not None:
             self.report_keys |= {"reward_to_go"}
 
@@ -193,6 +193,11 @@ class EpisodeSampler(SamplerWrapper):
             raise TypeError(
                 f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}"
             )
+
+    def settings_changed(self) -> None:
+        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
+        # the storage's state, its episodes
+        self._listed: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)
 
     @property
     def steps_needed(self) -> int:

@@ -1251,6 +1251,29 @@ class PackedStorage(LazyTensorStorage):
             # otherwise other processes may use these rows
             self.is_reserved = self.shared_rows is None
 
+    def is_reserved_for(self, data: TensorDictBase, lead_dims: int) -> bool:
+        """Whether rows are reserved, and the data, whose first ``lead_dims`` dims number
+        rows, has their entries."""
+        if not self.is_reserved or self.rows is None:
+            return False
+        leaves = self.rows.layout.leaves
+        try:
+            refuse_unfit(data, leaves, data.batch_size[:lead_dims], more=True)
+        except SchemaError:
+            return False
+        return True
+
+    def reserve_again(self, data: TensorDictBase, lead_dims: int) -> None:
+        """Reserve rows for other data than was known when rows were reserved, for as
+        many lanes."""
+        with self.lock:
+            if self.is_reserved and not self.is_reserved_for(data, lead_dims):
+                row = cast("TensorDictBase", data[(0,) * lead_dims])
+                step = row.expand(*self.lanes, *row.batch_size)
+                self.release()
+                self.is_reserved = False
+                self.reserve(step)
+
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
         """Raise a SchemaError unless the rows that an earlier process has left have the
         entries of ``schema``."""

@@ -70,6 +70,20 @@ def test_without_a_tolerance_the_least_possible_one_is_taken():
     assert flow.tolerance == 32
 
 
+@pytest.mark.parametrize("size", [0, 3, None, -1, 2.5])
+def test_a_batch_counts_as_many_rows_as_it_has(size):
+    rb = buffer(samples_per_insert=1.0, tolerance=100.0)
+    rb.extend(rows(20))
+    count = 0
+    if size in (-1, 2.5):
+        with pytest.raises(ValueError, match="batch_size must be a whole number"):
+            rb.sample(size)
+    else:
+        count = len(rb.sample(size))
+        assert count == (8 if size is None else size)
+    assert rb.health()["samples"] == count
+
+
 def until_waits(rb: ReplayBuffer, kind: str, count: float) -> None:
     """Return when the buffer has counted so many waits."""
     deadline = time.monotonic() + 60
