@@ -20,6 +20,7 @@ from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.links import PATIENCE
 from rlbuf_td.distributed.shard import Spec
 from rlbuf_td.distributed.sharded import Limiter, Manifest, newest_dump
+from tests.catalogue import assert_same
 from tests.checkpoint.test_damage import resign
 from tests.distributed.local import World
 from tests.distributed.test_law import (
@@ -67,6 +68,41 @@ def test_what_is_sampled_is_what_was_written():
         assert torch.equal(each.storage[:]["id"][row[mine]], batch["id"][mine])
         assert set(incarnation[mine].tolist()) == {each.incarnation}
         assert torch.equal(stamp[mine], each.storage.stamps(row[mine]))
+
+
+def test_one_shard_holds_the_rows_and_priorities_of_a_buffer():
+    data = rows(0, 40)
+    data["td_error"] = torch.rand(40)
+    faults = (
+        data[:1].exclude("id"),
+        data[:1].clone().set("id", data["id"][:1].double()),
+        data[:1].clone().set("td_error", torch.tensor([torch.nan])),
+        data[:1].clone().set("index", torch.zeros(1)),
+        data[:0],
+    )
+    for way in ("add", "extend"):
+        world = world_of(1, lambda: td.ProportionalSampler(30), 30)
+        alone = td.ReplayBuffer(
+            storage=td.PackedStorage(30), sampler=td.ProportionalSampler(30)
+        )
+        client, shard = world.client(), world.shards[0]
+        for each in (client, alone):
+            for part in data.split(4):
+                if way == "add":
+                    for row in part:
+                        each.add(row.clone())
+                else:
+                    each.extend(part.clone())
+            for fault in faults:
+                with pytest.raises((td.SchemaError, ValueError)):
+                    each.extend(fault.clone())
+        client.sample(8)
+        assert_same(shard.storage[:], alone.storage[:])
+        found, expected = (
+            rb.sampler.priority(torch.arange(30)) for rb in (shard.buffer, alone)
+        )
+        assert torch.equal(found, expected)
+        assert client.write_count == len(client) + 10 == alone.write_count == 40
 
 
 def test_updates_of_replaced_rows_are_skipped_and_counted():
