@@ -37,6 +37,7 @@ from rlbuf_td import (
     SchemaError,
     SequenceSampler,
     UniformSampler,
+    make_transition,
 )
 from rlbuf_td.samplers.common import Setting, StatefulSampler
 from tests.backends import forced
@@ -122,6 +123,37 @@ def test_add_and_extend_write_the_same_rows_and_priorities(writer, transform):
         assert len(seen[0][0]) == CAPACITY
         for other in seen[1:]:
             assert_alike(seen[0], other)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_add_step_and_add_write_the_same_rows(transform):
+    seen = []
+    for way in ("add", "add_step", "add_step, reserved"):
+        rb = buffer_of(
+            CAPACITY,
+            ProportionalSampler(CAPACITY),
+            transform=TRANSFORMS[transform](["observation"]),
+        )
+        for number in range(13):
+            step = {
+                "observation": np.full(2, number, np.float32),
+                "action": np.int64(number % 3),
+                "reward": float(number),
+                "next_observation": np.full(2, number + 1, np.float32),
+                "terminated": number % 5 == 4,
+                "truncated": False,
+                "note": torch.tensor([number / 3]),
+            }
+            row = make_transition(*[*step.values()][:-1], note=step["note"])
+            if way == "add":
+                rb.add(row)
+                continue
+            if "reserved" in way and not number:
+                rb.storage.reserve(row)
+            rb.add_step(**step)
+        seen.append(content(rb))
+    for other in seen[1:]:
+        assert_alike(seen[0], other)
 
 
 def test_a_row_that_the_writer_leaves_out_changes_nothing():

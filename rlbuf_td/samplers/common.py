@@ -306,9 +306,9 @@ def refuse_fake(numbers: Tensor) -> None:
     """Raise a RuntimeError if a dispatch mode such as FakeTensorMode has made a tensor
     without numbers."""
     if in_dispatch_mode() and type(numbers) is not Tensor:
-        mode = f"a {type(numbers).__name__} has no numbers"
         raise RuntimeError(
-            f"a sampler draws rows, and {mode}: sample outside of the mode that made it"
+            f"cannot draw rows under a mode such as FakeTensorMode, whose {type(numbers).__name__} has no numbers: "
+            "sample outside of it"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.checkpoint.buffer import innermost_of
 from tests.distributed.local import World
 from tests.statistics import assert_follows, power
 
@@ -62,9 +63,8 @@ def magnitudes(world: World, count: int) -> torch.Tensor:
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
         stored = shard.storage[:]["id"].flatten()
-        found[stored] = shard.buffer.sampler.rule.table.magnitude[
-            : len(stored)
-        ].double()
+        sampler = innermost_of(shard.buffer.sampler)
+        found[stored] = sampler.rule.table.magnitude[: len(stored)].double()
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -200,11 +201,14 @@ REFUSALS: Table = {
     ],
     ("wrappers, of attributes", lambda: sequence(n_step(hindsight(td.ProportionalSampler(40))))): [
         (lambda sampler: sampler.no_such_thing, AttributeError, "no_such_thing"),
-        (lambda sampler: setattr(sampler, "n_steps", 4.5), ValueError, "n_steps must be a whole number, at least 1"),
-        (lambda sampler: setattr(sampler, "weight_norm", "rows"), ValueError, "must be 'buffer', 'batch' or None, got"),
+        (lambda sampler: setattr(sampler, "n_steps", 4), AttributeError, "set sampler.n_steps of this Seq"),
         (lambda sampler: setattr(sampler, "length", 6), AttributeError, "length is fixed when a SequenceSampler is"),
-        (lambda sampler: setattr(sampler, "future_gamma", 1.1), ValueError, "future_gamma must be between 0 and 1"),
-        (lambda sampler: setattr(sampler, "her_ratio", 1.5), ValueError, "her_ratio must be between 0 and 1, got"),
+        *((lambda sampler, of=of, name=name, value=value: setattr(attrgetter(of)(sampler), name, value), ValueError, word)
+          for of, name, value, word in (
+            ("sampler", "n_steps", 4.5, "n_steps must be a whole number, at least 1"),
+            ("innermost", "weight_norm", "rows", "must be 'buffer', 'batch' or None, got"),
+            ("sampler.sampler", "future_gamma", 1.1, "future_gamma must be between 0 and 1"),
+            ("sampler.sampler", "her_ratio", 1.5, "her_ratio must be between 0 and 1, got"))),
     ],
     ("HindsightSampler", nothing): [
         (lambda _: hindsight(her_ratio=-0.1), ValueError, "her_ratio must be between 0 and 1, got -0.1"),

@@ -260,7 +260,9 @@ def test_a_draw_under_a_fake_tensor_mode_is_refused_and_the_epoch_goes_on(
     seen = [rb.sample()["x"].tolist() for _ in range(drawn)]
     with FakeTensorMode(allow_non_fake_inputs=True):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"outside of the mode|no memory"):
+            with pytest.raises(
+                RuntimeError, match="under a mode such as FakeTensorMode"
+            ):
                 rb.sample()
             with suppress(RuntimeError):
                 rb.can_sample()
