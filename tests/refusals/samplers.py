@@ -203,8 +203,8 @@ REFUSALS: Table = {
         (lambda sampler: sampler.no_such_thing, AttributeError, "no_such_thing"),
         (lambda sampler: setattr(sampler, "n_steps", 4), AttributeError, "set sampler.n_steps of this Seq"),
         (lambda sampler: setattr(sampler, "length", 6), AttributeError, "length is fixed when a SequenceSampler is"),
-        *((lambda sampler, of=of, name=name, value=value: setattr(attrgetter(of)(sampler), name, value), ValueError, word)
-          for of, name, value, word in (
+        *((lambda sampler, of=of, name=name, x=x: setattr(attrgetter(of)(sampler), name, x), ValueError, word)
+          for of, name, x, word in (
             ("sampler", "n_steps", 4.5, "n_steps must be a whole number, at least 1"),
             ("innermost", "weight_norm", "rows", "must be 'buffer', 'batch' or None, got"),
             ("sampler.sampler", "future_gamma", 1.1, "future_gamma must be between 0 and 1"),
