@@ -183,7 +183,7 @@ class Chunks(Follower):
     )
 
     def check(self, kept: tuple[int, ...]) -> None:
-        assert self.rb.sampler.position == 0
+        assert self.rb.sampler.innermost.position == 0
         if kept:
             chunks = [self.rb.sample()["x"].flatten() for _ in range(len(kept) // 2)]
             assert torch.cat(chunks).sort().values.tolist() == [*kept]

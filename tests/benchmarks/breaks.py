@@ -226,8 +226,8 @@ BREAKS = [
     Break(
         "minibatches share a row",
         "samplers/minibatch.py",
-        "self._position = stop = min(start + batch_size, count)",
-        "stop = min(start + batch_size, count)\n        self._position = max(start + 1, stop - (stop < count))",
+        "following, position, epoch = order, stop, self._epoch",
+        "following, epoch = order, self._epoch\n        position = max(start + 1, stop - (stop < count))",
         "tests/samplers/test_minibatch.py",
     ),
     Break(
