@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from math import gcd
 from queue import Empty, Full
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.buffers.parts import Parts, as_size
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.waiting import Cancels, ShutDown, attempts
 from rlbuf_td.samplers import QueueSampler
@@ -56,7 +57,8 @@ class ExperienceQueue(ReplayBuffer):
         TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing
             has changed.
         ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or
-            ``prefetch`` is given, or ``timeout`` is negative. A write of no rows raises
+            ``prefetch`` is given, ``timeout`` is negative, or no batch of
+            ``batch_size`` rows fits into the queue or its ``max_age``. A write of no rows raises
             a ValueError, and so does a write or a batch that is larger than the
             capacity, or that could wait forever; nothing has changed.
         ShutDown: the queue has been shut down, in any process.
@@ -95,6 +97,18 @@ class ExperienceQueue(ReplayBuffer):
         writer = QueueWriter()
         sampler = QueueSampler(writer, max_age=max_age)
         super().__init__(**kwargs | {"writer": writer, "sampler": sampler})
+
+    def _begin(self) -> Parts:
+        """Connect the components; a batch size that never fits is refused before."""
+        self._refuse_batch_size()
+        return super()._begin()
+
+    def _refuse_batch_size(self) -> None:
+        """Raise a ValueError if no batch of :attr:`batch_size` rows can ever be taken,
+        so that writes would wait forever."""
+        if self._batch_size is not None:
+            sampler = cast("QueueSampler", self._sampler)
+            sampler.refuse_size(self._storage, as_size(self._batch_size))
 
     def set_sampler(self, part: object) -> Any:
         """Raise a ValueError, because a queue has a sampler and a writer of its own."""
@@ -164,6 +178,7 @@ class ExperienceQueue(ReplayBuffer):
         """Raise a ValueError if batches and writes of these sizes can wait for each
         other forever."""
         rows = self._initialize().storage.max_size
+        self._refuse_batch_size()  # the storage may have been replaced
         # too large ones are refused anyway
         if batch is None or batch + write - 1 <= rows or max(batch, write) > rows:
             return

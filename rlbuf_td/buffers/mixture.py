@@ -30,6 +30,7 @@ from rlbuf_td.buffers.mixture_plan import (
     normalizer_of,
     plan_mixture,
 )
+from rlbuf_td.buffers.permission import Permission
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
@@ -325,9 +326,8 @@ class ReplayBufferMixture:
         with ExitStack() as admitted:
             for name, count in needed.items():
                 if self.members[name].flow is not None:
-                    admitted.enter_context(
-                        self.members[name]._permission(count, False, None)
-                    )
+                    permission = Permission(self.members[name], count, waits=False)
+                    admitted.enter_context(permission.counted())
             if plan is None or plans is None:
                 return self._joined(
                     {

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.permission import NotAdmitted, Permission
 from rlbuf_td.storages.indexing import Info, device_of
 from rlbuf_td.storages.listeners import WeakReference
 from rlbuf_td.storages.lock import defer_sigint
@@ -71,23 +72,28 @@ class Prefetcher:
     def _buffer(self) -> Any:
         return self._owner()
 
-    def take(self, batch_size: int) -> Sample:
+    def take(self, batch_size: int, permission: Permission | None) -> Sample:
         """Return the oldest batch that was drawn ahead, and draw until there are
-        ``ahead`` others."""
+        ``ahead`` others, as long as each has a ``permission``."""
         self._drop_outdated()
         while len(self._batches) <= self.ahead and not (
             self._batches and self._buffer.sampler.ran_out
         ):
-            self._batches.append(self._draw(batch_size))
+            try:
+                self._batches.append(self._draw(batch_size, permission))
+            except NotAdmitted:
+                if not self._batches:
+                    raise
+                break
         return self._batches.popleft().result()
 
-    def _draw(self, batch_size: int) -> _Batch:
+    def _draw(self, batch_size: int, permission: Permission | None) -> _Batch:
         """Draw a batch, and transform it or let a thread transform it."""
         buffer, storage = self._buffer, self._buffer.storage
         with buffer._locked():
             progress = getattr(buffer.sampler, "progress", None)
             written = storage.ring.written.copy()
-            batch, report = buffer._drawn(batch_size)
+            batch, report = buffer._drawn(batch_size, permission)
             self._drop_outdated(is_drawn=True)  # a draw may start new epochs
         finish = partial(self._finish, buffer, batch, report)
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()

@@ -30,7 +30,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.buffers import minari_data, torchrl_data, waiting, writing
-from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
+from rlbuf_td.buffers.flow import FlowControl, make_flow
 from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.loop_step import GymnasiumStep, LoopStep
 from rlbuf_td.buffers.parts import (
@@ -42,6 +42,7 @@ from rlbuf_td.buffers.parts import (
     trajectory_ids,
     with_missing,
 )
+from rlbuf_td.buffers.permission import NotAdmitted, Permission
 from rlbuf_td.buffers.plan import GeneralPlan, Plan, plan_of, why_not_compiled
 from rlbuf_td.buffers.prefetch import (
     Prefetcher,
@@ -747,7 +748,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 its ``is_set()`` returns True.
 
         Raises:
-            ValueError: the batch size is negative or no whole number.
+            ValueError: the batch size is negative or no whole number; or the batch
+                would be waited for forever, because the storage is too small for it.
             RuntimeError: no batch size is given, or the wait was cancelled. Without
                 ``wait``, also: the buffer is empty, or flow control does not admit the
                 batch.
@@ -763,59 +765,38 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 if plan is not None and plan.is_final and not plan.transforms:
                     return self._draw(size, is_returned=True)[0]
             return self._sample_now(batch_size, return_info, include_info)
-        size = self._batch_size if batch_size is None else as_size(batch_size)
-        with self._permission(size, wait, timeout, cancel_event):
-            return self._sample_now(batch_size, return_info, include_info)
+        return self._sample_when_admitted(
+            partial(self._sample_now, batch_size, return_info, include_info),
+            self._batch_size if batch_size is None else as_size(batch_size),
+            wait,
+            timeout,
+            cancel_event=cancel_event,
+        )
 
-    @contextmanager
-    def _permission(
+    def _sample_when_admitted(
         self,
+        sample: Callable[..., Any],
         rows: int | None,
         wait: bool,
         timeout: float | None,
-        cancel_event: Cancels | None = None,
-    ) -> Iterator[None]:
-        """Enter the ``with`` block once the sampler can draw a batch and flow control,
-        if any, admits it.
-
-        The batch is counted before the block, and the count undone if the block raises
-        an error.
-        """
+        *,
+        cancel_event: Cancels | None,
+    ) -> Any:
+        """Return ``sample(permission)`` for a :class:`Permission`, whose rows are asked
+        for and drawn in one locked step; see :meth:`sample`."""
         if rows is None:
             raise RuntimeError(_NO_SIZE)
-        flow, epoch = self.flow, 0
-
-        def admit() -> bool:
-            nonlocal epoch
-            self._refuse_shut_down()
-            if flow is None:
-                return self.can_sample(rows)
-            flow.agree(row_count(self.storage))
-            epoch = flow.epoch
-            is_admitted = len(self) > 0 and flow.admit_sample(rows)
-            if not (is_admitted or wait):
-                raise RuntimeError(not_now(rows, self._why_no_batch(rows)))
-            return is_admitted
-
-        reason = partial(self._why_no_batch, rows)
-        count_wait = None if flow is None else partial(flow.count_wait, of_sample=True)
-        lock = self._replay_lock
-        with waiting.admitted(
-            admit,
-            lock,
-            reason,
-            timeout,
-            count_wait=count_wait,
-            cancel_event=cancel_event,
-        ):
-            pass
-        try:
-            yield
-        except BaseException:
-            if flow is not None:
-                with self._replay_lock:
-                    flow.take_back(epoch, sampled=rows)
-            raise
+        self._initialize()
+        permission = Permission(self, as_size(rows), waits=wait)
+        for _ in waiting.attempts(timeout, permission.why_not, cancel_event):
+            try:
+                return sample(permission)
+            except NotAdmitted:
+                if not wait:
+                    raise permission.refusal() from None
+            except BaseException:
+                permission.take_back()
+                raise
 
     def _why_no_batch(self, rows: int) -> str:
         """Return in one sentence why there is no batch of ``rows`` rows now."""
@@ -827,7 +808,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
 
     def _sample_now(
-        self, batch_size: int | None, return_info: bool, include_info: bool
+        self,
+        batch_size: int | None,
+        return_info: bool,
+        include_info: bool,
+        permission: Permission | None = None,
     ) -> Any:
         self._refuse_shut_down()
         size, parts = (
@@ -838,7 +823,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             raise RuntimeError(_NO_SIZE)
         with self._replay_lock:  # finds rows that another process has allocated
             row_class = parts.storage.row_class
-        batch, info = self._make_batch(as_size(size))
+        batch, info = self._make_batch(as_size(size), permission)
         if row_class is not None or not include_info:
             batch = parts.without_report(batch, info)
         if row_class is not None:
@@ -861,6 +846,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
         Raises:
             RuntimeError: no batch size is given.
+            ValueError: the storage is too small for such a batch.
         """
         size = self._batch_size if batch_size is None else batch_size
         with self._replay_lock:
@@ -887,7 +873,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 its ``is_set()`` returns True.
 
         Raises:
-            ValueError: ``min_items`` is below 1, or ``timeout`` is negative.
+            ValueError: ``min_items`` is below 1, ``timeout`` is negative, or the storage
+                is too small for such a batch.
             RuntimeError: no batch size is given.
             ShutDown: the buffer has been shut down.
 
@@ -1019,10 +1006,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self.plans[size] = plan
         return plan
 
-    def _drawn(self, size: int) -> Sample:
+    def _drawn(self, size: int, permission: Permission | None = None) -> Sample:
         """Draw a batch; return it and the report in the shape and with the index that
-        TorchRL's samplers give them."""
-        batch, drawn = self._draw(size)
+        TorchRL's samplers give them.
+
+        A ``permission`` is asked for in the same locked step.
+        """
+        if permission is None:
+            batch, drawn = self._draw(size)
+        else:
+            with self._replay_lock:
+                permission.ask()
+                batch, drawn = self._draw(size)
         report = {**drawn}  # `_last_draw` keeps the other one
         index = report["index"]
         if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
@@ -1033,13 +1028,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             else (batch, report)
         )
 
-    def _make_batch(self, batch_size: int) -> Sample:
+    def _make_batch(self, batch_size: int, permission: Permission | None) -> Sample:
         """Draw and finish a batch, or take one that was drawn ahead."""
         if self.prefetcher is not None and batch_size == self._batch_size:
             with self._futures_lock:
                 if not self._returns_as_drawn:
-                    return self.prefetcher.take(batch_size)
-        return self._finish(*self._drawn(batch_size))
+                    return self.prefetcher.take(batch_size, permission)
+        return self._finish(*self._drawn(batch_size, permission))
 
     def _finish(self, batch: Any, info: Info) -> Sample:
         """Copy a batch to ``device``, transform it, and pin its memory if the buffer

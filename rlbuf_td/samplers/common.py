@@ -384,3 +384,13 @@ def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
     raise IndexError(
         f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)"
     )
+
+
+def refuse_never(batch_size: int, storage: Storage, what: str, remedy: str) -> None:
+    """Raise a ValueError if a storage can never hold the rows of a batch, which would
+    be waited for forever."""
+    if batch_size > storage.max_size:
+        raise ValueError(
+            f"a storage of {storage.max_size} rows never has {batch_size} {what} for a batch: use a smaller batch, a "
+            f"larger storage, or {remedy}"
+        )

@@ -15,6 +15,7 @@ from rlbuf_td.samplers.common import (
     OneStorage,
     permutation,
     refuse_fake,
+    refuse_never,
     setting,
 )
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -119,6 +120,13 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = self.ran_out = False
         # unknown before the first draw
         self._remaining_batches = torch.iinfo(torch.int64).max
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Return whether there are enough rows for a batch; raise a ValueError if there
+        never will be."""
+        if self.drop_last:
+            refuse_never(batch_size, storage, "rows at once", "drop_last=False")
+        return super().can_sample(storage, batch_size)
 
     def draw(
         self, storage: Storage, batch_size: int

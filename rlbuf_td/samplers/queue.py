@@ -64,20 +64,8 @@ class QueueSampler(RowSampler):
         self, storage: Storage, batch_size: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        waiting, steps = self.writer.waiting, storage.max_size
-        if batch_size < 1:
-            raise ValueError(
-                f"a batch must have at least one row, got batch_size={batch_size}"
-            )
-        if batch_size > steps:
-            raise ValueError(
-                f"a queue of {steps} rows never holds a batch of {batch_size}: enlarge it"
-            )
-        if self.max_age is not None and batch_size > self.max_age + 1:
-            few = f"only {self.max_age + 1} rows are never older than max_age={self.max_age}"
-            raise ValueError(
-                f"{few}, a batch has {batch_size}: use a larger max_age, or smaller batches"
-            )
+        waiting = self.writer.waiting
+        self.refuse_size(storage, batch_size)
         if waiting < batch_size:
             raise Empty(
                 f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}"
@@ -87,10 +75,28 @@ class QueueSampler(RowSampler):
             self.discarded.add(old)
         return self.writer.take(batch_size), {}
 
+    def refuse_size(self, storage: Storage, batch_size: int) -> None:
+        """Raise a ValueError if the queue can never provide a batch of this size."""
+        if batch_size < 1:
+            raise ValueError(
+                f"a batch must have at least one row, got batch_size={batch_size}"
+            )
+        if batch_size > storage.max_size:
+            raise ValueError(
+                f"a queue of {storage.max_size} rows never holds a batch of {batch_size}: enlarge it"
+            )
+        if self.max_age is not None and batch_size > self.max_age + 1:
+            few = f"only {self.max_age + 1} rows are never older than max_age={self.max_age}"
+            raise ValueError(
+                f"{few}, a batch has {batch_size}: use a larger max_age, or smaller batches"
+            )
+
     def share_memory_(self) -> None:
         """Share the count of discarded rows with processes that start later."""
         self.discarded.share_memory_()
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether there are enough undrawn rows for a batch."""
+        """Return whether there are enough undrawn rows for a batch; raise a ValueError
+        if there never will be."""
+        self.refuse_size(storage, batch_size)
         return self.writer.waiting >= batch_size

@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
 from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
-from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, refuse_never, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, optional, whole
@@ -166,7 +166,10 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         )
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether there are enough rows for a batch."""
+        """Return whether there are enough rows for a batch; raise a ValueError if there
+        never will be."""
+        if self.unique:
+            refuse_never(batch_size, storage, "distinct rows", "unique=False")
         return self._drawable(storage) >= (batch_size if self.unique else 1)
 
     def _distinct(

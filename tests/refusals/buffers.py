@@ -510,8 +510,9 @@ REFUSALS: Table = {
         *((lambda _, timeout=timeout: td.ExperienceQueue(storage=no_rows(), timeout=timeout), ValueError,
            "timeout must be at least 0 seconds, or None") for timeout in (-1.0, nan)),
     ],
-    ("ExperienceQueue(max_age=)", lambda: queue(batch_size=5, max_age=3)): [
-        (lambda rb: rb.sample(), ValueError, "only 4 rows are never older than max_age=3, a batch has 5"),
+    ("ExperienceQueue(max_age=)", lambda: queue(batch_size=4, max_age=3)): [
+        (lambda rb: rb.sample(5), ValueError, "only 4 rows are never older than max_age=3, a batch has 5"),
+        (lambda _: queue(batch_size=5, max_age=3), ValueError, "only 4 rows are never older than max_age=3"),
     ],
     ("ExperienceQueue, in use", queue): [
         (lambda rb: rb.extend(steps(17)), ValueError, "17 rows never fit into a queue of 16"),
