@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY, may_be_missing
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import show_key
@@ -79,9 +80,10 @@ class EpisodeStats:
             ``window`` if smaller.
         reward_key: the key of the rewards.
         done_key: the key of ``done``; ``terminated`` and ``truncated`` lie beside it.
-            If one of these three flags is missing, it is derived from the others.
-        trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are
-            padding and are ignored.
+            If one of these three flags is missing, it is derived from the others. A key
+            of another name than ``"done"`` must be present.
+        trajectory_key: the key of the trajectory ids. The default key may be missing.
+            Steps with id -1 are padding and are ignored.
 
     Raises:
         ValueError: an argument is out of range, or two metrics or two reasons have the
@@ -178,8 +180,10 @@ class EpisodeStats:
                 and all batch dims are lanes.
 
         Raises:
-            KeyError: ``data`` lacks the rewards or a key of ``keys`` or ``reasons``, or
-                has no end flag (done, terminated or truncated); no step is counted.
+            KeyError: ``data`` lacks the rewards or a key of ``keys`` or ``reasons``,
+                has no end flag (done, terminated or truncated), or lacks a
+                ``done_key`` or ``trajectory_key`` of a name of your own; no step is
+                counted.
             ValueError: a key does not hold one number per step, or ``time_dim`` is not
                 a batch dim; no step is counted.
         """
@@ -224,7 +228,7 @@ class EpisodeStats:
     ) -> torch.Tensor | None:
         x = leaf_of(data, key)
         if x is None:
-            if key == self._trajectory_key:
+            if key == self._trajectory_key and may_be_missing(key, TRAJ_KEY):
                 return None
             x = self._implied(data, key)
         if x.numel() != rows:
@@ -241,7 +245,8 @@ class EpisodeStats:
             None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags
         )
         known = [x for x in (done, terminated, truncated) if x is not None]
-        if key not in self._flags or not known:
+        is_own = key == self._flags[0] and not may_be_missing(key, DONE_KEY)
+        if key not in self._flags or is_own or not known:
             raise KeyError(
                 f"no {show_key(key)} in the data: EpisodeStats needs one per step"
             )
@@ -273,11 +278,10 @@ class EpisodeStats:
     def bind_record(self, layout: RowLayout) -> Record | None:
         """Return the compiled form of :meth:`record` for data of a row layout; None if
         it must be converted first."""
-        columns = (
-            self._columns
-            if self._trajectory_key in layout.places
-            else self._columns[1:]
-        )
+        has_ids = self._trajectory_key in layout.places
+        if not (has_ids or may_be_missing(self._trajectory_key, TRAJ_KEY)):
+            return None
+        columns = self._columns if has_ids else self._columns[1:]
         places = [layout.places.get(key, -1) for key, _ in columns]
         if -1 in places:
             return None

@@ -39,7 +39,7 @@ from rlbuf_td.kernels.serials import EPISODES_DUE
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.schema import SchemaError, kind
+from rlbuf_td.storages.schema import SchemaError, kind, show_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,8 @@ class EpisodeKeys(NamedTuple):
         """Return the keys of the stored flags, and of the stored ids.
 
         Raises:
-            KeyError: the rows hold neither flags nor ids, or a key is deduplicated.
+            KeyError: the rows hold neither flags nor ids, or lack a key that only a
+                user can have named, or a key is deduplicated.
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
         """
@@ -108,6 +109,15 @@ class EpisodeKeys(NamedTuple):
             if key in leaf_of
         ]
         flags = [self.done_key] if self.done_key in leaf_of else parts
+        named = {"done_key": (self.done_key, DONE_KEY)}
+        if self.traj_key is not None:
+            named["traj_key"] = (self.traj_key, TRAJ_KEY)
+        for argument, (key, default) in named.items():
+            if key not in leaf_of and not may_be_missing(key, default):
+                raise KeyError(
+                    f"the rows have no {show_key(key)}, which {argument}= names: name the key that they have, or leave "
+                    f"{argument} out for {show_key(default)}"
+                )
         for key in flags:
             if leaf_of[key].dtype is not torch.bool:
                 got = kind(leaf_of[key].dtype, leaf_of[key].shape)
@@ -187,6 +197,15 @@ class StorageKeys:
         file.keep(self._numbers)
         self._numbers[_USED] = 0
         self.follow()
+
+
+def may_be_missing(key: Key, default: Key) -> bool:
+    """Whether rows without an entry ``key`` are right: it is the ``default``, or has a
+    flag's standard name elsewhere, such as ``("next", group, "done")``.
+
+    Any other name is a user's own: without its entry, it is misspelt.
+    """
+    return key == default or (default[0] == "next" and key[-1] == default[-1])
 
 
 def refuse_inner(shape: torch.Size, row_dims: int, ndim: int) -> None:

@@ -26,11 +26,13 @@ class TrajectoryIndex:
     Args:
         storage: a :class:`PackedStorage`.
         done_key: key of the done flags, bool, one or more per row. A trajectory ends
-            with a row in which a flag is set. If the key is not stored,
-            ``"terminated"`` and ``"truncated"`` beside it take its place.
-        traj_key: key of the trajectory ids, one integer per row; ignored if not stored.
-            Batches flattened to ``[E * T]`` need ids, because rows of different
-            environments follow each other.
+            with a row in which a flag is set. If no ``"done"`` is stored,
+            ``"terminated"`` and ``"truncated"`` beside it take its place. A key of
+            another name must be stored.
+        traj_key: key of the trajectory ids, one integer per row. The default key is
+            ignored if it is not stored; another key must be stored. Batches flattened
+            to ``[E * T]`` need ids, because rows of different environments follow each
+            other.
 
     Look-ups take an index of written rows: flat indices ``[B]``, a tuple of one tensor
     per dim, or ``[B, ndim]``.
@@ -38,7 +40,8 @@ class TrajectoryIndex:
     Raises:
         TypeError: the storage is no PackedStorage.
         ValueError: another pair of keys is in use for this storage.
-        KeyError: (on a look-up) the rows hold neither done flags nor trajectory ids.
+        KeyError: (on a look-up) the rows hold neither done flags nor trajectory ids, or
+            lack a key of a name of your own.
         TypeError: (on a look-up) flags are not bool, or ids are not integers.
         SchemaError: (on a look-up) a row holds several steps, as a write ``[E, T]``
             with ``ndim=1``.

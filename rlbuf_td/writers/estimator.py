@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.episodes import TRAJ_KEY, may_be_missing
 from rlbuf_td.storages.keys import as_tuple
 
 Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
@@ -133,6 +134,7 @@ class RolloutEstimator:
         done, terminated = self._flags(rows, value, ndim)
         trajectory = rows.get(self.trajectory_key, None)
         if trajectory is None:
+            _refuse_missing(rows, self.trajectory_key, TRAJ_KEY)
             return done, terminated
         ends, lead = done.clone(), value.shape[:ndim]
         if trajectory.numel() != lead.numel():
@@ -148,16 +150,17 @@ class RolloutEstimator:
     ) -> tuple[Tensor, Tensor]:
         """Return whether each step is done and terminated, by the flags of the group's
         agents and those of the step."""
-        found = self._pair(
-            (self.done_key, self.terminated_key, self.truncated_key), rows, value, ndim
-        )
+        keys = self.done_key, self.terminated_key, self.truncated_key
+        for key, name in zip(keys, ("done", "terminated", "truncated"), strict=True):
+            _refuse_missing(rows, key, ("next", name))
+        found = self._pair(keys, rows, value, ndim)
         own = None
         if self.group:
             beside = as_tuple(self.reward_key)[:-1]
-            keys = tuple(
+            of_agents = tuple(
                 (*beside, name) for name in ("done", "terminated", "truncated")
             )
-            own = self._pair(keys, rows, value, ndim)
+            own = self._pair(of_agents, rows, value, ndim)
         if found is None and own is None:
             raise SchemaError(
                 f"no {self.done_key!r} in the data; there are {_names(rows)}"
@@ -271,10 +274,17 @@ class RolloutEstimator:
         value_key = as_tuple(self.value_key)
         keys = value_key, ("next", *value_key), self.reward_key
         data = rows.copy()
-        for key, x in zip(
-            (*keys, self.done_key, self.terminated_key), inputs, strict=True
-        ):
+        for key, x in zip(keys, inputs[:3], strict=True):
             data.set(key, x)
+        for name, key, flags in zip(
+            ("done", "terminated"),
+            (self.done_key, self.terminated_key),
+            inputs[3:],
+            strict=True,
+        ):
+            data.set(key, flags)
+            if self.group:
+                data.set(("next", *self.group, name), flags)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
         found = self.own(data)  # pyrefly: ignore [not-callable]
         _refuse_estimates(found, inputs[0].movedim(0, ndim - 1))
@@ -323,6 +333,13 @@ def entry(data: TensorDictBase, key: NestedKey) -> Any:
     if value is None:
         raise SchemaError(f"no {key!r} in the data; there are {_names(data)}")
     return value
+
+
+def _refuse_missing(data: TensorDictBase, key: NestedKey, default: NestedKey) -> None:
+    """Raise a SchemaError if the data lacks a key that only a user can have named."""
+    is_own = not may_be_missing(as_tuple(key), as_tuple(default))
+    if is_own and data.get(key, None) is None:
+        raise SchemaError(f"no {key!r} in the data; there are {_names(data)}")
 
 
 def _names(data: TensorDictBase) -> list[str]:

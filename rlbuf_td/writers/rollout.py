@@ -68,6 +68,11 @@ class RolloutWriter(TimeWriter, Completes):
       the same shape, the latter two bool. ``done`` is also set where trajectories
       change. The last step is ``done`` only if its trajectory ends there.
 
+    With ``group="agents"``, values and rewards lie in the group, as above, and have the
+    shape ``[E, T, n, *F]``. The flags, one per agent, are at ``("next", "done")`` and
+    ``("next", "terminated")``, and also at ``("next", "agents", "done")`` and
+    ``("next", "agents", "terminated")``.
+
     Functions of :mod:`rlbuf_td.functional` and TorchRL's value estimators take these
     shapes as they are. The estimator must change no tensor of ``data`` in place. It
     returns a tuple ``(advantage, value_target)`` with the shape, dtype and device of
@@ -110,7 +115,8 @@ class RolloutWriter(TimeWriter, Completes):
         reward_key: key of the rewards, which have the shape of the values; default:
             ``("next", "reward")``, or ``("next", group, "reward")``.
         done_key: key of the bool done flags, with the values' shape or one flag per
-            step. Missing flags are computed as ``terminated | truncated``.
+            step. Missing flags are computed as ``terminated | truncated``. Keys of
+            flags and ids that have names of your own must be stored.
         terminated_key: key of the bool terminated flags, shaped like done flags.
             Missing flags are computed as ``done & ~truncated`` or, if truncated flags
             are missing too, as ``done``.

@@ -616,7 +616,8 @@ def test_advantages_of_agents_end_where_the_agent_dies(lanes, stored):
     )
 
 
-def test_an_estimator_of_ones_own_gets_the_flags_of_agents():
+@pytest.mark.parametrize("beside", [(), (GROUP,)], ids=["of the step", "of agents"])
+def test_an_estimator_of_ones_own_gets_the_flags_of_agents(beside):
     def estimator(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
         names = ("state_value", "reward", "done", "terminated")
         keys: list[Any] = [
@@ -624,7 +625,7 @@ def test_an_estimator_of_ones_own_gets_the_flags_of_agents():
             ("next", GROUP, names[0]),
             ("next", GROUP, names[1]),
         ]
-        flags = [data["next", name] for name in names[2:]]
+        flags = [data[("next", *beside, name)] for name in names[2:]]
         return generalized_advantage_estimate(
             GAMMA, LMBDA, *(data[key] for key in keys), *flags, time_dim=1
         )
