@@ -86,7 +86,7 @@ class NStepSampler(SamplerWrapper):
 
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories
-            alternate.
+            alternate, with ids or without.
 
     Cost: O(B * n). Sums that end at the flags of each agent are made with torch.
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias, cast
 
+import numpy as np
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
@@ -37,11 +38,16 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lock import defer_sigint
+from rlbuf_td.storages.observed import FEWEST_ROWS, alternate, rows_that_show
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
 
 NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
+_LANES_REMEDY = (
+    "Store each environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more steps "
+    "of one trajectory at a time, with ids; or keep the handle of rb.lane(e)"
+)
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
 """``read(flat, owner)`` reads the flat rows, and revises each row with the random
 choices for one drawn row.
@@ -190,23 +196,33 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         return 1 if self._inner is None else self._inner.steps_needed
 
     def warn_if_interleaved(self, storage: PackedStorage) -> None:
-        """Warn if trajectories are interleaved, unless this would wait for a device;
-        too few rows do not tell."""
+        """Warn if trajectories are interleaved, unless this would wait for a device.
+
+        Few rows do not tell: then the next draw looks again.
+        """
         if len(storage) < _FEW_ROWS:
             return
-        self.has_checked_order, needed = True, self.steps_needed
+        needed = self.steps_needed
         if needed < 2 or device_of(storage).type != "cpu":
+            self.has_checked_order = True
             return
+        fault = ""
         found = storage.episodes_now().segments()
         if found.are_interleaved(needed):
-            warnings.warn(
+            fault = (
                 f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
-                "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. Store each "
-                "environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more "
-                "steps of one trajectory at a time; or keep the handle of rb.lane(e)",
-                RuntimeWarning,
-                stacklevel=2,
+                "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. "
             )
+        elif environments_alternate(storage):
+            fault = (
+                "environments alternate in the rows, and no trajectory ids tell them apart: the next observation of "
+                "most rows is not the observation of the following row, but that of a later one. n-step returns, "
+                "sequences and hindsight goals mix the environments. "
+            )
+        is_enough = len(storage) >= FEWEST_ROWS or found.rows >= storage.max_size
+        self.has_checked_order = bool(fault) or is_enough
+        if fault:
+            warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=2)
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and
@@ -361,6 +377,20 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
+
+
+def environments_alternate(storage: PackedStorage) -> bool:
+    """Whether environments alternate in the newest rows of the longest lane, see
+    :func:`alternate`."""
+    ring = storage.ring
+    count, lane = ring.count, int(ring.count.argmax())
+    newest = np.zeros_like(count)
+    newest[lane] = 1
+    one = storage.gather(ring.newest_cells(newest))
+    newest[lane] = min(count[lane], rows_that_show(one))
+    cells = ring.newest_cells(newest)
+    goes_on = storage.episodes_now().spans(cells).ahead > 0
+    return alternate(storage.gather(cells), goes_on)
 
 
 def reading_of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,12 +15,20 @@ from torch import Tensor
 
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.episodes import TRAJ_KEY, may_be_missing
+from rlbuf_td.storages.episodes import TRAJ_KEY, StoredSegments, may_be_missing
 from rlbuf_td.storages.keys import as_tuple
+from rlbuf_td.storages.observed import alternate, rows_that_show
 
 Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 """Computes ``(advantage, value_target)`` of a rollout, see
 :class:`~rlbuf_td.writers.RolloutWriter`."""
+
+
+_SHORT = 8  # shorter stretches of rows leave little of an advantage
+_LANES_REMEDY = (
+    "Give each environment a lane of its own, RolloutBuffer(num_steps, num_envs), or write the steps of each "
+    "trajectory one after another"
+)
 
 
 class Estimates(NamedTuple):
@@ -46,6 +55,8 @@ class RolloutEstimator:
     terminated_key: NestedKey
     truncated_key: NestedKey
     trajectory_key: NestedKey
+    #: Whether a rollout has been searched for trajectories that alternate.
+    has_checked_order: bool = field(default=False, init=False)
 
     def check(self, rows: TensorDictBase, ndim: int) -> None:
         """Raise a SchemaError or ValueError unless ``rows``, ``[n, *lanes]``, have the
@@ -69,6 +80,9 @@ class RolloutEstimator:
             value = added = torch.where(is_missing, found.to(value.dtype), value)
             asked = lead.numel()
         ends, terminated = self._ends(rows, value, ndim)
+        if not self.has_checked_order:
+            self.has_checked_order = True
+            self._warn_if_interleaved(rows, ends, ndim)
         mask, absent = self.mask_of(rows), None
         if mask is not None:
             absent = ~expand_as_right(mask, value)
@@ -94,6 +108,46 @@ class RolloutEstimator:
             names = f"values {self.value_key!r} and rewards {self.reward_key!r}"
             got = f"{tuple(value.shape)} and {tuple(shape)}"
             raise ValueError(f"{names} must share one shape, got {got}")
+
+    def _warn_if_interleaved(
+        self, rows: TensorDictBase, ends: Tensor, ndim: int
+    ) -> None:
+        """Warn if trajectories alternate in the first lane, where advantages then end
+        with each stretch of rows, or mix environments; not on other devices."""
+        if ends.device.type != "cpu":
+            return
+        lane: Any = rows[(slice(None), *[0] * (ndim - 1))]
+        ended = ends.flatten(ndim).any(-1) if ends.ndim > ndim else ends
+        ended = ended.flatten(1)[:, 0] if ndim > 1 else ended
+        segments, fault = self._segments(lane, ended), ""
+        first = slice(rows_that_show(lane[:1]))
+        if segments is not None and segments.are_interleaved(_SHORT):
+            fault = (
+                f"trajectories alternate after {segments.mean:.1f} rows of the rollout on average: advantages end with "
+                "each stretch of rows. "
+            )
+        elif alternate(lane[first], ~ended[first]):
+            fault = (
+                "environments alternate in the rollout, and no trajectory ids tell them apart: the next observation of "
+                "most steps is not the observation of the following step, but that of a later one. Advantages mix the "
+                "environments. "
+            )
+        if fault:
+            warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=3)
+
+    def _segments(self, lane: TensorDictBase, ended: Tensor) -> StoredSegments | None:
+        """Count the segments of trajectories in the rows of a lane, ``[T]``; None if
+        they have no ids. ``ended``: by flag or by id."""
+        ids = lane.get(self.trajectory_key, None)
+        if ids is None:
+            return None
+        ids = ids.reshape(-1)
+        number = 1 + int(ended[:-1].sum())
+        changes = int((ids[1:] != ids[:-1]).sum())
+        # an id that goes on after a change is not at its end, whatever the flags
+        return StoredSegments(
+            len(ids), number, changes, ids.unique().numel(), has_flags=False
+        )
 
     @property
     def group(self) -> tuple[str, ...]:

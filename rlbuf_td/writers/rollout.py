@@ -140,6 +140,10 @@ class RolloutWriter(TimeWriter, Completes):
         SchemaError: (on writing) the data does not match the stored rows, or lacks an
             entry that the estimates need. A failed write changes nothing.
 
+    Warns:
+        RuntimeWarning: (with the first estimates, on the CPU) rows of several
+            trajectories alternate in a lane.
+
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
         >>> from tensordict import TensorDict

@@ -183,6 +183,17 @@ def interleaved(rows: TensorDict) -> TensorDict:
     return rows.reshape(-1)[:, None]
 
 
+def interleaved_with_ids(rows: TensorDict) -> TensorDict:
+    """Store two steps of each environment at a time, with trajectory ids."""
+    done = rows["next", "done"].reshape(rows.shape).long()
+    episode = done.cumsum(0) - done
+    rows["collector", "traj_ids"] = episode * rows.shape[1] + torch.arange(
+        rows.shape[1]
+    )
+    pairs = rows[: len(rows) // 2 * 2].unflatten(0, (len(rows) // 2, 2))
+    return pairs.transpose(1, 2).reshape(-1)[:, None]
+
+
 def transposed(rows: TensorDict) -> TensorDict:
     return rows[: 10 * (len(rows) // 10)].transpose(0, 1).contiguous()
 
@@ -235,6 +246,7 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "done twice": (done_twice, 0, "done-without-reset"),
     "done within": (done_within, 0, "done-without-reset"),
     "interleaved": (interleaved, 3, "lanes-mixed"),
+    "interleaved with ids": (interleaved_with_ids, 3, "trajectories-interleaved"),
     "transposed": (transposed, 12, "lanes-mixed"),
     "rows shuffled": (rows_shuffled, 1, "lanes-mixed"),
     "one array": (one_array, 0, "observation-reused"),
@@ -315,6 +327,29 @@ PLACES = [
     (3, "vector", "torchrl"),
     (1, "vector", "torchrl ring"),
 ]
+
+
+def test_trajectories_in_longer_stretches_give_no_finding() -> None:
+    rows = healthy(3)
+    done = rows["next", "done"].reshape(rows.shape).long()
+    episode = done.cumsum(0) - done
+    rows["collector", "traj_ids"] = episode * 3 + torch.arange(3)
+    pieces = rows[:500].unflatten(0, (10, 50)).transpose(1, 2).reshape(-1)
+    assert check(pieces).healthy
+
+
+@pytest.mark.parametrize(
+    ("mix", "code"),
+    [(interleaved, "lanes-mixed"), (interleaved_with_ids, "trajectories-interleaved")],
+)
+def test_a_rollout_of_environments_that_alternate_gives_their_finding(mix, code):
+    rows = healthy(3)
+    rows["state_value"] = rows["next", "state_value"] = rows["next", "reward"].clone()
+    rows = mix(rows)[:, 0]
+    rollout = RolloutBuffer(len(rows), batch_size=8)
+    with pytest.warns(RuntimeWarning, match="alternate .*RolloutBuffer"):
+        rollout.extend(rows)
+    assert check(rollout).codes == [code]
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,61 @@ def test_interleaved_trajectories_are_reported_once_with_the_mean_stretch(
     assert rb.health()["stretch_mean"] == 1.0
 
 
+MIXED = r"environments alternate in the rows, .* mix the environments. .* PackedStorage\(\.\.\., ndim=2\)"
+
+
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_environments_that_alternate_without_ids_are_reported_once(
+    kind: str, share_next: bool
+) -> None:
+    storage = PackedStorage(400, share_next=share_next)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[kind](), batch_size=16)
+    # too few rows to tell
+    rb.extend(interleaved(40, 4, ids=False)[0].flatten())
+    rb.sample()
+    rb.extend(interleaved(40, 4, ids=False)[1:].flatten())
+    with pytest.warns(RuntimeWarning, match=MIXED):
+        rb.sample()
+    for _ in range(20):
+        rb.sample()
+    assert rb.health()["stretch_mean"] > 10  # the flags do not show it
+
+
+@pytest.mark.parametrize("lanes", [2, 16, 200])
+def test_many_environments_that_alternate_are_reported_too(lanes: int) -> None:
+    rb = ReplayBuffer(
+        storage=PackedStorage(4_000), sampler=SAMPLERS["n-step"](), batch_size=16
+    )
+    rb.extend(interleaved(20, lanes, ids=False).flatten())
+    with pytest.warns(RuntimeWarning, match=MIXED):
+        rb.sample()
+
+
+def observations_that_differ(rows: TensorDict) -> TensorDict:
+    """Store next observations of another scale, which are nowhere else."""
+    rows["next", "observation"] = rows["next", "observation"] * 2 + 0.5
+    return rows
+
+
+def observations_that_repeat(rows: TensorDict) -> TensorDict:
+    """Store a few observations again and again."""
+    rows["observation"] = rows["observation"] % 3
+    rows["next", "observation"] = rows["next", "observation"] % 3
+    return rows
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("change", [observations_that_differ, observations_that_repeat])
+def test_other_observations_are_not_taken_for_environments_that_alternate(
+    kind: str, change: Any
+) -> None:
+    rb = over(SAMPLERS[kind]())
+    rb.extend(change(interleaved(120, 1, ids=False).flatten()))
+    for _ in range(3):
+        rb.sample()
+
+
 @pytest.mark.parametrize("kind", SAMPLERS)
 @pytest.mark.parametrize(
     "data",

@@ -452,3 +452,55 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(own, how):
         assert rollout.summary()["advantage_std"] == pytest.approx(
             unscaled.std(correction=0).item(), rel=1e-3
         )
+
+
+def alternating(steps: int, ids: bool) -> TensorDict:
+    """Return the steps of four environments, one after the other."""
+    step = torch.arange(steps)[:, None].expand(steps, 4)
+    state = (step * 100.0 + torch.arange(4)).unsqueeze(-1)
+    done = (step % 20 == 19).unsqueeze(-1)
+    following = {"observation": state + 100, "state_value": state, "reward": state * 0}
+    rows = {"observation": state, "state_value": state.clone()}
+    rows["next"] = following | {"done": done, "terminated": done.clone()}
+    if ids:
+        rows["collector"] = {"traj_ids": step // 20 * 4 + torch.arange(4)}
+    return TensorDict(rows, [steps, 4])
+
+
+ALTERNATE = {
+    True: r"trajectories alternate after 1.0 rows .*RolloutBuffer\(num_steps, num_envs",
+    False: r"environments alternate in the rollout, .*RolloutBuffer\(num_steps, num_envs",
+}
+
+
+@pytest.mark.parametrize("ids", ALTERNATE)
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_trajectories_that_alternate_in_a_rollout_are_reported_once(ids, lanes, parts):
+    rows = alternating(40, ids).flatten()
+    if lanes == 2:
+        rows = torch.stack([rows, rows], 1)
+    rb = ReplayBuffer(
+        storage=PackedStorage(160 * lanes, ndim=lanes),
+        writer=RolloutWriter(),
+        dim_extend=0,
+    )
+
+    def write() -> None:
+        for part in rows.split(160 // parts):
+            rb.extend(part)
+
+    with pytest.warns(RuntimeWarning, match=ALTERNATE[ids]):
+        write()
+    write()
+
+
+@pytest.mark.parametrize("ids", ALTERNATE)
+def test_lanes_and_whole_trajectories_in_a_rollout_need_no_warning(ids):
+    rows = alternating(40, ids)
+    for storage, data in (
+        (PackedStorage(160, ndim=2), rows),
+        (PackedStorage(160), rows.transpose(0, 1).reshape(160)),
+    ):
+        rb = ReplayBuffer(storage=storage, writer=RolloutWriter(), dim_extend=0)
+        rb.extend(data)

@@ -24,6 +24,7 @@ __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
 _SAMPLED = 256  # rows that suffice to identify the kind of a fault
 _LONG = 10_000  # time steps: this many without an end are a finding
+_SHORT = 8  # shorter stretches of rows are of little use
 _SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no finding
 #: The codes of all findings, the most serious first.
 CODES = tuple(FAULTS)
@@ -139,6 +140,8 @@ def _order_findings(record: Record) -> Iterator[Finding]:
             fault = _shifted(record, flags.get("done", ended))
         if fault is not None:
             yield fault
+    if record.knows_ends:
+        yield from _interleaved(record, ended)
     if "done" in flags and (fault is None or fault.code != "done-shifted"):
         for name, flag in flags.items():
             lacking = flag & ~flags["done"]
@@ -152,6 +155,24 @@ def _order_findings(record: Record) -> Iterator[Finding]:
                 )
     if record.knows_ends and fault is None:
         yield from _ends(record, ended)
+
+
+def _interleaved(record: Record, ended: Tensor) -> Iterator[Finding]:
+    """Yield the finding that trajectories are stored in short stretches, because rows
+    of several ones alternate; ``ended``: an end flag is set."""
+    if record.ids is None:
+        return
+    lane = (~record.paired).cumsum(0) - (~record.paired).long()
+    _, name = torch.stack((lane, record.ids.long())).unique(dim=1, return_inverse=True)
+    place = torch.arange(record.rows, device="cpu")
+    last = torch.zeros_like(place).scatter_reduce(0, name, place, "amax")
+    left_off = record.ends & ~ended & (last[name] > place)
+    stretches = int((record.cut | ~record.paired).sum())
+    if 2 * int(left_off.sum()) > stretches and record.rows < _SHORT * stretches:
+        mean = record.rows / stretches
+        yield record.finding(
+            "trajectories-interleaved", left_off, record.rows, mean=mean
+        )
 
 
 def _ends(record: Record, ended: Tensor) -> Iterator[Finding]:

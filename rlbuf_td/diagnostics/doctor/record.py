@@ -22,18 +22,15 @@ from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import device_of, lanes_of, stored_rows
-from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.storages.observed import hashes, is_observed, values_of
+from rlbuf_td.storages.schema import show_key
 
 Key: TypeAlias = tuple[str, ...]
 Values: TypeAlias = dict[Key, Tensor]
 Interval: TypeAlias = tuple[Tensor, Tensor]
 Suspects: TypeAlias = dict[tuple[str, Key], Callable[[Tensor], Tensor]]
-# Keys that may be stored at the root and under "next" although they are not
-# observations.
-_NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # rows of this size fit into a cache
 _NAMED = 5  # a finding names at most this many rows
-_ODD = 0x1E3779B97F4A7C15  # an odd number: products with different words differ
 
 
 class Record:
@@ -85,7 +82,7 @@ class Record:
         self.kinds = self.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
         #: The keys of observations, which are stored at the root and under "next", with
         # the same dtype and shape.
-        self.observed = [key for key in self.kinds if self._is_observed(key)]
+        self.observed = [key for key in self.kinds if is_observed(key, self.kinds)]
         self.skipped = [*self._unknown_order(writer)]  # omitted checks, and the reasons
         #: Whether the rows are in time order, with flags or ids that mark the ends of
         # trajectories.
@@ -94,12 +91,6 @@ class Record:
 
     def _mask(self) -> Tensor:
         return torch.zeros(self.rows, dtype=torch.bool, device="cpu")
-
-    def _is_observed(self, key: Key) -> bool:
-        value, after = self.kinds[key], self.kinds.get(("next", *key))
-        if key[0] == "next" or key[-1] in _NOT_OBSERVED or after is None:
-            return False
-        return (after.shape, after.dtype) == (value.shape, value.dtype)
 
     def _flag(self, name: str) -> list[Key]:
         """Return the keys of an end flag: the shortest ones under "next"."""
@@ -134,12 +125,8 @@ class Record:
 
     def read(self, rows: Tensor) -> Values:
         """Return the entries of rows, ``[n, ...]`` each, on the storage's device."""
-        found = walk(self._gather(self.cells[rows].to(device_of(self.storage))))
-        tensors = ((key, value) for key, value in found if isinstance(value, Tensor))
-        return {
-            key: value.reshape(len(rows), *(value.shape[1:] or (1,)))
-            for key, value in tensors
-        }
+        cells = self.cells[rows].to(device_of(self.storage))
+        return values_of(self._gather(cells))
 
     def _scan(self, bounds: Mapping[Key, Interval]) -> None:
         flags = {
@@ -180,8 +167,8 @@ class Record:
                 )
             if self.ids is not None:
                 self.ids[rows] = values[TRAJ_KEY].flatten(1)[:, 0].cpu()
-            self.here[rows] = _hashes(values, (), self.observed)
-            self.there[rows] = _hashes(values, ("next",), self.observed)
+            self.here[rows] = hashes(values, (), self.observed)
+            self.there[rows] = hashes(values, ("next",), self.observed)
         #: The next row of the lane does not continue this row's trajectory.
         self.cut = self._cuts()
         self.inside, self.ends = self.paired & ~self.cut, self.paired & self.cut
@@ -251,40 +238,6 @@ class Record:
             explanation,
             remedy,
         )
-
-
-def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
-    """Return a hash of the entries ``keys`` under ``lead``, ``[n]`` int64; agents that
-    do not act count as zeros."""
-    generator, result = (
-        torch.Generator().manual_seed(0),
-        torch.zeros(1, dtype=torch.int64, device="cpu"),
-    )
-    for path in ((*lead, *key) for key in keys):
-        value, acts = values[path], values.get((*path[: len(lead) + 1], "mask"))
-        if (
-            acts is not None
-            and acts.dtype is torch.bool
-            and acts.shape[1:] == value.shape[1:2]
-        ):
-            value = value.masked_fill(
-                ~acts.view(*acts.shape, *[1] * (value.ndim - 2)), 0
-            )
-        if value.is_floating_point() or value.is_complex():
-            value = value + 0.0  # -0.0 becomes 0.0
-        octets = value.contiguous().view(torch.uint8).flatten(1)
-        words = torch.nn.functional.pad(octets, (0, -octets.shape[1] % 8)).view(
-            torch.int64
-        )
-        # a product loses high bits, in which alone 1.0 and 2.0 differ: move them down
-        # first
-        words = words * _ODD
-        words = words ^ (words >> 32 & 0xFFFFFFFF)
-        weight = torch.randint(
-            -(1 << 62), 1 << 62, words.shape[1:], generator=generator, device="cpu"
-        )
-        result = result + (words * weight.to(words.device)).sum(1).cpu()
-    return result
 
 
 def open_source(source: object) -> tuple[Storage, Writer | None]:

@@ -108,6 +108,13 @@ FAULTS: dict[str, tuple[str, str]] = {
         "store each environment in a lane of its own, PackedStorage(..., ndim=2), and extend with batches [E, T], as "
         "collectors return them (or [T, E] with dim_extend=0); let NStepSampler compute n-step returns.",
     ),
+    "trajectories-interleaved": (
+        "The following row has another trajectory id, although no flag is set here and rows of this trajectory come "
+        "later: trajectories are stored in stretches of {mean:.1f} rows on average. n-step returns, sequences, "
+        "hindsight goals and advantages end with each stretch.",
+        "store each environment in a lane of its own, PackedStorage(..., ndim=2) or RolloutBuffer(num_steps, "
+        "num_envs); or write more steps of one trajectory at a time; or keep the handle of rb.lane(e).",
+    ),
     "observation-reused": (
         "The next observation equals the observation of the same row, and differs from that of the following row: the "
         "environment, or a wrapper, writes all observations to one array, so that a step changes the observation that "
