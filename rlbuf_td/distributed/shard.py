@@ -311,7 +311,7 @@ class Shard:
             mass, smallest = float(tree.total), float(tree.smallest)
         elif rows:
             mass, smallest = float(rows), 1.0
-        written = self.buffer.write_count * self.storage.lanes.numel() + self._waiting
+        written = self.buffer.write_count + self._waiting
         stale = self._stale + self.buffer.stale_updates.total()
         return Report(
             self.incarnation,

@@ -806,7 +806,7 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             data: time steps ``[n, *lanes]``; or rows ``[n]`` of single ``lanes``.
-            counts: the number of time steps that a writer has written.
+            counts: the number of rows that a writer has written.
             single: whether ``data`` is one time step ``[*lanes]``.
             lanes: the lane of each row, ``[n]`` integers, those of a lane in time
                 order; or one lane for all rows.

@@ -84,7 +84,7 @@ class WritePlan(ABC):
                 whole time steps.
             lanes_first: whether the data is ``[E, n]``.
             is_one: whether the data is one time step without a dim for time.
-            counts: the number of time steps that a writer has written.
+            counts: the number of rows that a writer has written.
             tells: whether listeners are told.
             record: counts the rows in statistics; only for :class:`CompiledWrites`.
         """
@@ -387,7 +387,7 @@ class TorchWrites(WritePlan):
 
         def plan(publication: int) -> None:
             if counts is not None:
-                counts.plan_more(publication, len(lane) if slot is None else count)
+                counts.plan_more(publication, len(lane))
 
         def tell() -> None:
             if counts is not None:

@@ -37,7 +37,7 @@ class CountingWriter(Writer, Recovers):
     def count_in(self, numbers: SharedNumbers, planned: int = 1) -> None:
         """Keep the counts in these numbers.
 
-        The first is the write count. A write plans the first ``planned`` ones, in the
+        The first is the write count, in rows. A write plans the first ``planned`` ones, in the
         numbers after them, see :class:`Planned`.
         """
         self.numbers, self.planned = numbers, Planned(numbers, 0, planned, planned)
@@ -162,7 +162,6 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         index, ``[n, 2]``.
 
         The arguments and errors are those of :meth:`PackedStorage.advance`.
-        :attr:`_write_count` increases by n.
         """
         return self.write(data, lanes=lanes)
 
@@ -171,10 +170,13 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         of the written rows."""
         count = self._write_count
         try:
-            return super().write_at(index, without_index(data))
+            written = super().write_at(index, without_index(data))
         except Exception:
             self._write_count = count
             raise
+        steps = self._write_count - count
+        self._write_count = count + steps * self._storage.ring.lanes
+        return written
 
     @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import expm1, inf, log, log1p
+from math import expm1, inf, log, log1p, prod
 from struct import pack, unpack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     #: (position in the write, in the storage) of steps that replace others, also of
     # those that do not stay
     kept: list[tuple[int, int]]
-    # steps written, the next one to store, and the bits of ``log_threshold``
+    # the numbers of the writer after the write
     state: tuple[int, int, int]
 
 
@@ -54,7 +54,7 @@ class ReservoirWriter(CountingWriter):
     step.
 
     ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates
-    skip this index. :attr:`ReplayBuffer.write_count` also counts dropped time steps.
+    skip this index. :attr:`ReplayBuffer.write_count` also counts dropped rows.
 
     Raises:
         TypeError: (on making a buffer) the storage is no :class:`PackedStorage`.
@@ -87,17 +87,17 @@ class ReservoirWriter(CountingWriter):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        # Number of time steps written, the next time step to store, and the bits of the
-        # float64 ``log_threshold``; then four for what a write plans.
+        # Number of rows written, that of the first row of the next time step to store,
+        # and the bits of the float64 ``log_threshold``; then four for what a write plans.
         self.count_in(SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0]), _NUMBERS)
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another
         storage.
 
-        If the writer's write count is lower than the number of time steps in the
-        storage, it is raised to that number. If it is higher and the storage is not
-        full, it is lowered to that number.
+        If the writer's write count is lower than the number of rows in the storage, it
+        is raised to that number. If it is higher and the storage is not full, it is
+        lowered to that number.
         """
         super().register_storage(storage)
         self._match_storage()
@@ -106,16 +106,17 @@ class ReservoirWriter(CountingWriter):
         """Correct the write count if the storage has other rows than this writer wrote;
         a new sample then starts."""
         storage = self._storage
-        steps = storage.ring.longest
-        if self._write_count < steps or (
-            self._write_count > steps and not torchrl_parts.is_full(storage)
+        rows = storage.ring.longest * storage.ring.lanes
+        if self._write_count < rows or (
+            self._write_count > rows and not torchrl_parts.is_full(storage)
         ):
-            self.numbers.values[:_NUMBERS] = steps, 0, 0
+            self.numbers.values[:_NUMBERS] = rows, 0, 0
 
-    def choose(self, count: int, steps: int) -> Choice:
-        """Choose which of the next ``count`` time steps to store in a storage of
-        ``steps`` time steps."""
+    def choose(self, count: int, steps: int, lanes: int = 1) -> Choice:
+        """Choose which of the next ``count`` time steps of ``lanes`` rows to store in a
+        storage of ``steps`` time steps."""
         written, following, bits, *_ = self.numbers
+        written, following = written // lanes, following // lanes
         (log_threshold,) = unpack("d", pack("q", bits))
         filled = max(0, min(steps - written, count))
         kept: list[tuple[int, int]] = []
@@ -129,9 +130,9 @@ class ReservoirWriter(CountingWriter):
             at = following
             log_threshold, following, slot = self._skip(steps, log_threshold, at)
             kept.append((at - written, slot))
-        return Choice(
-            filled, kept, (end, following, *unpack("q", pack("d", log_threshold)))
-        )
+        (bits,) = unpack("q", pack("d", log_threshold))
+        first = min(following * lanes, (1 << 63) - 1)
+        return Choice(filled, kept, (end * lanes, first, bits))
 
     def _skip(
         self, steps: int, log_threshold: float, at: int
@@ -179,10 +180,11 @@ class ReservoirWriter(CountingWriter):
             # raises SchemaError
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)
         self._match_storage()
+        lanes = prod(data.shape[1 : storage.ndim])
         choice = self.choose(
-            count, torchrl_parts.capacity_in_steps(storage, batched_data=data)
+            count, torchrl_parts.capacity_in_steps(storage, batched_data=data), lanes
         )
-        written = self._write_count
+        written = self._write_count // lanes
         index = torch.full(
             (count,),
             -1,
@@ -195,7 +197,7 @@ class ReservoirWriter(CountingWriter):
             )
             storage.advance(data[: choice.filled])
             # if it does not come to this, `_match_storage` will do it
-            self.numbers[0] = written + choice.filled
+            self.numbers[0] = (written + choice.filled) * lanes
         if choice.kept:
             newest = {slot: at for at, slot in choice.kept}
             slots, rows = torch.tensor([[*newest], [*newest.values()]], device="cpu")

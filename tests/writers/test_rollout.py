@@ -187,7 +187,7 @@ def test_estimates_are_nan_until_the_last_step_of_a_rollout():
         rb.add(step)
         assert (rb.writer.steps, len(rb)) == (n, 2 * n)
         assert rb.storage["advantage"].isnan().all() == (n < 4)
-    assert (rb.writer.is_complete, rb.write_count) == (True, 8)
+    assert (rb.writer.is_complete, rb.write_count) == (True, 16)
     rb.empty()
     assert (rb.writer.is_complete, rb.writer.steps) == (False, 0)
 

@@ -97,8 +97,8 @@ def write(
     Each row follows the newest one of its lane. The data is ``[count, ...]``; for time
     steps, ``[count, lanes, ...]`` or, if ``lanes_first``, ``[lanes, count, ...]``. The
     indices of the rows, in time order, are written to ``index`` unless it is 0.
-    ``counts`` are the numbers of a writer in time order (0: none): the steps written so
-    far, and where a :class:`~rlbuf_td.storages.numbers.Planned` plans them.
+    ``counts`` are the numbers of a writer in time order (0: none): the rows written so far,
+    and where a :class:`~rlbuf_td.storages.numbers.Planned` plans them.
     ``priorities`` is an ``UPDATE`` record (0: new rows get no priority). The caller
     ends the write if it ``goes_on``.
 
@@ -126,7 +126,7 @@ def write(
     if counts:
         store(
             counts + 16,
-            load(counts, np.int64) + (len(cells) if apart else count),
+            load(counts, np.int64) + len(cells),
             np.int64,
         )
         barrier()
