@@ -484,7 +484,9 @@ def by_torch_save(rb: Any, make: Callable[[], Any], folder: Path) -> Any:
 def by_dump(rb: Any, make: Callable[[], Any], folder: Path) -> Any:
     rb.dumps(place_of(rb, folder))
     other = make()
-    other.loads(place_of(rb, folder))
+    is_ours = isinstance(other, ReplayBuffer | ReplayBufferMixture)
+    more = {"transforms": True} if is_ours else {}
+    other.loads(place_of(rb, folder), **more)
     return other
 
 

@@ -506,8 +506,11 @@ class ReplayBufferMixture:
             writer.write(self._own_state() | {"members": folder.name})
             delete_others(folder)
 
-    def loads(self, path: str | Path) -> None:
+    def loads(self, path: str | Path, *, transforms: bool = False) -> None:
         """Load a dump that :meth:`dumps` has written.
+
+        ``transforms``: also load the state of the members' transforms, see
+        :meth:`ReplayBuffer.loads`.
 
         Raises:
             CheckpointError: the dump has other member names, or the dump of a member is
@@ -518,7 +521,8 @@ class ReplayBufferMixture:
             state = dump.state()
             self._restore_own(state)
             for name, member in self.members.items():
-                member.loads(Path(path) / state["members"] / name)
+                folder = Path(path) / state["members"] / name
+                member.loads(folder, transforms=transforms)
 
     def share(self) -> Self:
         """Share the members with other processes (:meth:`ReplayBuffer.share`); each

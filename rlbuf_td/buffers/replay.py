@@ -1901,6 +1901,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return super().__len__() - (len(self._storage) - row_count(self._storage))
 
     @property
+    def write_count(self) -> int:
+        """The number of rows written so far, by :meth:`add`, :meth:`extend` and single
+        lanes; :meth:`empty` sets it to 0.
+
+        Writers of TorchRL count time steps instead, as they do in its buffers.
+        """
+        return self._initialize().writer._write_count
+
+    @property
     def full(self) -> bool:
         """Whether there are as many rows as the capacity, in each lane."""
         return torchrl_parts.is_full(self.storage)
@@ -2116,7 +2125,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         dump_buffer(self, path)
 
-    def loads(self, path: str | Path, *, rows_only: bool = False) -> None:
+    def loads(
+        self, path: str | Path, *, rows_only: bool = False, transforms: bool = False
+    ) -> None:
         """Replace the rows and the state of this buffer by those of a dump that
         :meth:`dumps` has written.
 
@@ -2127,7 +2138,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         executed.
 
         Storage, sampler and writer must have the same classes as in the saved buffer;
-        ``prefetch``, ``device`` and transforms may differ. A :class:`PackedStorage` may
+        ``prefetch``, ``device`` and transforms may differ. This buffer keeps its own
+        transforms as they are, unless ``transforms`` is set. A :class:`PackedStorage` may
         have another capacity, but not in a :class:`RolloutBuffer`, and not with
         ``track_generations=True`` (``rows_only`` loads these rows). The rows are then
         read into RAM and written to this buffer in order of age, with their priorities;
@@ -2151,12 +2163,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             rows_only: load only the rows; the sampler treats these rows as newly
                 written. The sampler may then have any class, and the writer may be any
                 ``RoundRobinWriter``.
+            transforms: also give this buffer's transforms the tensors of the saved
+                ones, such as the running statistics of a normalization. The transforms
+                must then be of the same kinds, in the same order.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the
                 buffer is unchanged.
         """
-        load_buffer(self, path, rows_only=rows_only)
+        load_buffer(self, path, rows_only=rows_only, transforms=transforms)
 
     def state_dict(self) -> State:
         """Return a copy of the rows and of the state of all components, as tensors and
@@ -2166,8 +2181,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return capture(self, copies=True)
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Restore the state of :meth:`state_dict`; flow control, and other buffers over
-        the same storage, as in :meth:`loads`.
+        """Restore the state of :meth:`state_dict`, with that of the transforms; flow
+        control, and other buffers over the same storage, as in :meth:`loads`.
 
         Raises:
             ValueError: the state belongs to another class of storage, sampler or

@@ -22,6 +22,7 @@ from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of
 from rlbuf_td.storages.indexing import row_count, written_rows
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.saved import Moves, SavedRows
+from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
         writer.write(state)
 
 
-def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
+def load_buffer(
+    rb: ReplayBuffer, path: str | Path, *, rows_only: bool, transforms: bool
+) -> None:
     """Check a dump against the buffer, and then load it; if a component refuses its
-    state, undo all changes."""
+    state, undo all changes. See :meth:`ReplayBuffer.loads` for the arguments."""
     rb.synchronize()
     with reading(path, KIND) as dump:
         saved = dump.state()
@@ -87,6 +90,7 @@ def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
                 put,
                 is_exact=is_exact,
                 rows_only=rows_only,
+                transforms=transforms,
                 priorities=priorities,
             )
     if rows and rows.dropped:
@@ -129,8 +133,7 @@ class Checkpoint:
     # the rows in a storage of that capacity in RAM; None before the first write
     storage: PackedStorage | None
     sampler: State  # the sampler's state
-    # the writer's state: `_cursor` is a ring's next position, `_write_count` counts
-    # time steps
+    # the writer's state: `_cursor` is a ring's next position, `_write_count` counts rows
     writer: State
 
 
@@ -252,6 +255,7 @@ def restore(
     *,
     is_exact: bool = True,
     rows_only: bool = False,
+    transforms: bool = True,
     priorities: tuple[torch.Tensor, float] | None = None,
 ) -> None:
     """Restore what :func:`capture` has returned; if a part refuses its state, undo all
@@ -265,16 +269,19 @@ def restore(
         is_exact: whether samplers take their state; otherwise only their settings, and
             the rows are new for them.
         rows_only: whether only rows and counts of writes are restored.
+        transforms: whether transforms take their saved state.
         priorities: the result of :func:`of_other_capacity` for rows that :func:`put`
             has moved.
     """
     writer = state["_writer"]
     with all_or_nothing() as undo:
+        if transforms:
+            _refuse_other_tensors(rb.transform.state_dict(), state["_transforms"])
+            load_part(rb.transform, state["_transforms"], undo)
         if not rows_only:
             if rb.episode_stats is not None and state.get("_stats") is not None:
                 load_part(rb.episode_stats, state["_stats"], undo)
             load_part(rb.writer, writer, undo)
-            load_part(rb.transform, state["_transforms"], undo)
             if is_exact:
                 load_part(rb.sampler, state["_sampler"], undo)
             else:
@@ -314,6 +321,23 @@ def restore(
         known = magnitude[since] >= 0
         own.assign(to[known], magnitude[since][known], rb.storage, counts=False)
         own.largest = largest
+
+
+def _refuse_other_tensors(own: State, saved: State) -> None:
+    """Raise a ValueError if the saved transforms have other tensors than the buffer's
+    own."""
+    kinds, saved_kinds = (
+        {
+            name: kind(x.dtype, x.shape) if isinstance(x, torch.Tensor) else "no tensor"
+            for name, x in state.items()
+        }
+        for state in (own, saved)
+    )
+    if kinds != saved_kinds:
+        raise ValueError(
+            f"the saved transforms have the tensors {saved_kinds}, those of this buffer {kinds}: make it with the same "
+            "transforms, or use loads without transforms=True, which keeps the buffer's own"
+        )
 
 
 def _restore_settings(sampler: Any, state: State, undo: ExitStack) -> None:
