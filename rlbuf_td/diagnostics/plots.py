@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ReplayBuffer
 
@@ -65,6 +66,21 @@ def _panels(
     return figure, list(
         figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat
     )
+
+
+def _count(axis: Axis, most: int = 4) -> None:
+    """Give an axis of rows, steps or episodes whole numbers, at most ``most`` + 1."""
+    axis.set_major_locator(MaxNLocator(most, integer=True))
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent with three digits, as far as they are not 0."""
+    return f"{100 * share:.3g}%"
+
+
+def _in_percent(axis: Axis) -> None:
+    """Label an axis of shares in percent: each tick with the share where it stands."""
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
 
 
 def _numbers_of(x: torch.Tensor) -> np.ndarray:
@@ -119,15 +135,17 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         each.fill_between(history["step"], *band, color=_SHADE, alpha=0.6, linewidth=0)
         each.plot(history["step"], mean, color="0.1")
         each.set_ylabel(words.get(name, name))
+        if name == "length" or words.get(name, "").endswith("steps"):
+            _count(each.yaxis)
     for name in stats.reasons[:_MOST_LINES]:
         rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name)
     axes[-1].set(
         ylim=(-0.04, 1.04), xlabel="environment steps", ylabel="share of\nepisodes"
     )
-    axes[-1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _in_percent(axes[-1].yaxis)
     axes[-1].legend(loc="best")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(5))
+    _count(axes[-1].xaxis, 5)
     figure.suptitle(
         f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)"
     )
@@ -183,11 +201,13 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     ):
         top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, linestyle="-", zorder=0)
     top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
+    _count(top.xaxis, 6)
     top.set(
         xlabel="time step of the first lane (grey: an episode ends)", ylabel="return"
     )
     left.hist(advantage.ravel(), 30, color=_SHADE)
     left.axvline(0, **_GUIDE)
+    _count(left.yaxis)
     left.set_title(f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}")
     left.set(xlabel="advantage", ylabel="steps")
     low, high = min(value.min(), target.min()), max(value.max(), target.max())
@@ -276,7 +296,7 @@ def plot_trajectory(
         )
         each.set_ylabel(".".join(as_tuple(key)) + shown)
     axes[-1].set_xlabel("time steps from the row (dotted)")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _count(axes[-1].xaxis, 6)
     where = (
         f"row {flat:,}"
         if lanes == 1
@@ -301,7 +321,7 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     if values.shape[1] > 1:
         axes.legend(ncols=_MOST_LINES, loc="lower left", bbox_to_anchor=(-0.02, 0.95))
     if whole:
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        _count(axes.yaxis)
     axes.margins(y=0.12)
     if np.ptp(values) == 0:
         axes.set_ylim(values[0, 0] - 1, values[0, 0] + 1)
@@ -397,7 +417,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
     figure.suptitle(
-        f"{row_count(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)"
+        f"{row_count(storage):,} of {storage.max_size:,} rows ({_percent(report['fill'])} full)"
     )
     return figure
 
@@ -406,7 +426,8 @@ def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
     bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
     axes.hist(age, bins, color=_SHADE)
     axes.axhline(len(age) / (len(bins) - 1), **_GUIDE)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    _count(axes.xaxis)
+    _count(axes.yaxis)
     axes.set(
         title="age of the last batch\n(dashed: uniform)",
         xlabel="time steps since written",
@@ -416,7 +437,8 @@ def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
 
 def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
     axes.hist(weight, 20, range=(0, float(weight.max())), color=_SHADE)
-    axes.set_title(f"weights of the last batch\n(effective size: {share:.0%})")
+    axes.set_title(f"weights of the last batch\n(effective size: {_percent(share)})")
+    _count(axes.yaxis)
     axes.set(xlabel="importance weight", ylabel="rows")
 
 
@@ -434,10 +456,10 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
         "textcoords": "axes fraction",
         "arrowprops": arrow,
     }
-    axes.annotate(f"top 1%: {top:.0%}", (0.01, top), **place)
+    axes.annotate(f"top 1%: {_percent(top)}", (0.01, top), **place)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _in_percent(axes.xaxis)
+    _in_percent(axes.yaxis)
     axes.set(
         title="concentration of draws\n(dashed: uniform)",
         xlabel="most probable rows",
@@ -462,7 +484,7 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
         axes.set_xscale("log")
     zeros = 1 - len(positive) / len(magnitude)
     words = f"line: median {np.median(magnitude):.2g}" + (
-        f"; zero: {zeros:.1%}" if zeros else ""
+        f"; zero: {_percent(zeros)}" if zeros else ""
     )
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _in_percent(axes.yaxis)
     axes.set(title=f"TD errors\n({words})", xlabel="magnitude", ylabel="rows")

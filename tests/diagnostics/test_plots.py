@@ -145,6 +145,62 @@ def test_a_rollout_shows_values_targets_and_advantages():
     assert sum(heights(advantages)) == STEPS * LANES
 
 
+def rollout_of(length: int) -> td.RolloutBuffer:
+    rollout = td.RolloutBuffer(length, LANES)
+    data = steps()[:, :length]
+    value = data["observation"][..., :1] / 50
+    data["state_value"], data["next", "state_value"] = value, value + 0.1
+    rollout.extend(data)
+    return rollout
+
+
+def sampled(rows: int) -> td.ReplayBuffer:
+    """Return a buffer whose draws are spread over ``rows`` rows."""
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(200, ndim=2),
+        sampler=td.ProportionalSampler(200, 0.9),
+        batch_size=3,
+        stats=td.EpisodeStats(),
+    )
+    rb.extend(steps()[:, : rows // LANES])
+    rb.update_priority(torch.arange(len(rb)), torch.arange(1.0, len(rb) + 1))
+    rb.sample()
+    return rb
+
+
+FIGURES = {
+    "a few draws": lambda: plot_health(sampled(12)),
+    "more draws": lambda: plot_health(sampled(150)),
+    "a few episodes": lambda: plot_episodes(sampled(30).episode_stats),
+    "a short rollout": lambda: plot_advantages(rollout_of(3)),
+    "a trajectory": lambda: plot_trajectory(buffer(), 30),
+}
+COUNTS = "rows", "steps", "length, steps", "return =\nlength in steps"
+
+
+@pytest.mark.parametrize("make", FIGURES.values(), ids=FIGURES)
+def test_each_tick_is_labelled_with_the_number_where_it_stands(make):
+    figure = make()
+    figure.draw_without_rendering()
+    read = 0
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            for tick in axis.get_major_ticks():
+                place, label = tick.get_loc(), tick.label1
+                text = label.get_text().replace("\N{MINUS SIGN}", "-")
+                if "$" in text or not text:  # a power of ten
+                    continue
+                share = text.endswith("%")
+                number = float(text.rstrip("%")) / (100 if share else 1)
+                assert number == pytest.approx(place, rel=1e-4, abs=1e-9)
+                is_count = (
+                    axis.get_label_text() in COUNTS or "step" in axis.get_label_text()
+                )
+                assert share or not is_count or place == round(place)
+                read += 1
+    assert read >= 8
+
+
 def test_refusals_give_the_reason():
     empty = td.ReplayBuffer(
         storage=td.PackedStorage(10), sampler=td.ProportionalSampler(10)
