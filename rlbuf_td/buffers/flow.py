@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, inf, isfinite
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.storages.checks import State
+from rlbuf_td.storages.checks import State, number, whole
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = (
@@ -43,15 +43,16 @@ class FlowControl:
         min_size: int = 0,
         tolerance: float | None = None,
     ) -> None:
-        ratio = inf if samples_per_insert is None else float(samples_per_insert)
+        ratio = inf
+        if samples_per_insert is not None:
+            ratio = number("samples_per_insert", samples_per_insert)
         if samples_per_insert is not None and not (isfinite(ratio) and ratio > 0):
             raise ValueError(
                 f"samples_per_insert must be a positive number, got {samples_per_insert}"
             )
-        if isinstance(min_size, bool) or int(min_size) != min_size or min_size < 0:
-            raise ValueError(
-                f"min_size must be a whole number of rows, at least 0, got {min_size}"
-            )
+        min_size = whole(0)("min_size", min_size)
+        if tolerance is not None:
+            tolerance = number("tolerance", tolerance)
         if tolerance is not None and (
             samples_per_insert is None or not tolerance >= max(1.0, ratio)
         ):
@@ -65,7 +66,7 @@ class FlowControl:
             )
         self.samples_per_insert, self.min_size, self.given_tolerance = (
             samples_per_insert,
-            int(min_size),
+            min_size,
             tolerance,
         )
         self._numbers = SharedNumbers("q", [0] * 8 + [-1, 0])

@@ -82,7 +82,7 @@ from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import (
     OUT_OF_ORDER,
     State,
-    as_number,
+    number,
     require_packed,
     state_of,
     usable_device,
@@ -882,7 +882,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         threads or processes.
         """
         size = None if min_items is None else whole(1)("min_items", min_items)
-        if timeout is not None and not as_number(timeout) >= 0:
+        if timeout is not None and not number("timeout", timeout) >= 0:
             raise ValueError(
                 f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}"
             )
@@ -1901,7 +1901,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         return super().__len__() - (len(self._storage) - row_count(self._storage))
 
     @property
-    def write_count(self) -> int:
+    def write_count(self) -> int:  # pyrefly: ignore [bad-override]
         """The number of rows written so far, by :meth:`add`, :meth:`extend` and single
         lanes; :meth:`empty` sets it to 0.
 

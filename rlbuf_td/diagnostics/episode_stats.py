@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY, may_be_missing
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
@@ -115,10 +116,7 @@ class EpisodeStats:
         done_key: NestedKey = ("next", "done"),
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
-        if window < 1 or history < 1:
-            raise ValueError(
-                f"window and history must be at least 1, got {window} and {history}"
-            )
+        window, history = whole(1)("window", window), whole(1)("history", history)
         how = (
             keys
             if isinstance(keys, Mapping)

@@ -16,17 +16,17 @@ from rlbuf_td.kernels.host_memory import to_device
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import as_number, optional, whole
+from rlbuf_td.storages.checks import number, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, stand_apart
 
 
 def _half_life(name: str, value: object) -> float:
-    number = as_number(value)
-    if not number > 0:
+    steps = number(name, value)
+    if not steps > 0:
         raise ValueError(
             f"{name} must be a positive number of time steps, or infinite, got {value!r}"
         )
-    return number
+    return steps
 
 
 def _window(name: str, value: object) -> int | None:

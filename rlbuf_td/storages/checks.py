@@ -1,5 +1,5 @@
 """Checks of values that users pass: ``check(name, value)`` converts a value, or raises
-a ValueError."""
+a TypeError (it is no number) or a ValueError (it is out of range)."""
 
 from __future__ import annotations
 
@@ -44,20 +44,31 @@ def usable_device(device: torch.device | str) -> torch.device:
     return device
 
 
+def number(name: str, value: object, kind: str = "a number") -> float:
+    """Convert a value to a float; raise a TypeError if it is no number."""
+    if not isinstance(value, str | bool):
+        # RuntimeError: a tensor with several elements
+        with suppress(TypeError, ValueError, RuntimeError):
+            return float(cast("Any", value))
+    raise TypeError(
+        f"{name} must be {kind}, got {_shown(value)}, of type {type(value).__name__}"
+    )
+
+
 def exponent(name: str, value: object) -> float:
-    number = as_number(value)
-    if not 0.0 <= number < float("inf"):
+    exponent = number(name, value)
+    if not 0.0 <= exponent < float("inf"):
         raise ValueError(
             f"{name} must be greater or equal to 0, and finite, got {_shown(value)}"
         )
-    return number
+    return exponent
 
 
 def fraction(name: str, value: object) -> float:
-    number = as_number(value)
-    if not 0.0 <= number <= 1.0:
+    fraction = number(name, value)
+    if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {_shown(value)}")
-    return number
+    return fraction
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
@@ -65,12 +76,11 @@ def whole(least: int) -> Callable[[str, Any], int]:
     3.0."""
 
     def check(name: str, value: object) -> int:
-        number = float("nan") if isinstance(value, bool) else as_number(value)
-        if not (number >= least and number.is_integer()):
-            raise ValueError(
-                f"{name} must be a whole number, at least {least}, got {_shown(value)}"
-            )
-        return int(number)
+        kind = f"a whole number, at least {least}"
+        found = number(name, value, kind)
+        if not (found >= least and found.is_integer()):
+            raise ValueError(f"{name} must be {kind}, got {_shown(value)}")
+        return int(found)
 
     return check
 

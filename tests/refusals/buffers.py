@@ -403,7 +403,7 @@ REFUSALS: Table = {
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, storage=no_rows()), ValueError, "made for the transitions, got"),
     ],
     ("ReplayBuffer.sample", buffer): [
-        *((lambda rb, n=n: rb.sample(n), ValueError, "batch_size must be a whole number, at least 0, got")
+        *((lambda rb, n=n: rb.sample(n), (TypeError, ValueError), "batch_size must be a whole number, at least 0, got")
           for n in (-1, 2.5, [4])),
     ],
     ("ReplayBuffer.sample of no rows", fresh): [
@@ -563,7 +563,8 @@ REFUSALS: Table = {
     ],
     ("ReplayBufferMixture, in use", mixture): [
         (lambda mixed: mixed.sample(0), ValueError, "at least one row, got batch_size=0"),
-        *((lambda mixed, n=n: mixed.sample(n), ValueError, "batch_size must be a whole number, at least 1, got")
+        *((lambda mixed, n=n: mixed.sample(n), (TypeError, ValueError),
+           "batch_size must be a whole number, at least 1, got")
           for n in (2.5, True, tensor(0))),
         (lambda mixed: mixed.extend(steps(2)), KeyError, r"name one of \['a', 'b'\], or pass writes_to"),
         *((lambda mixed, share=share: setattr(mixed.sampler, "a", share), ValueError, "a must be between 0 and 1")

@@ -12,7 +12,7 @@ from tests.refusals.makers import *
 REFUSALS: Table = {
     ("EpisodeStats", nothing): [
         *((lambda _, given=given: td.EpisodeStats(**given), ValueError, word) for given, word in [
-            ({"window": 0}, "window and history must be at least 1, got 0"),
+            ({"window": 0}, "window must be a whole number, at least 1, got 0"),
             ({"keys": {("next", "speed"): "median"}}, "metrics are reduced by 'sum', 'mean' or 'last', got .*median"),
             ({"keys": ["speed", ("next", "speed")]}, "needs a unique name"),
             ({"keys": ["return"]}, "needs a unique name"),
@@ -30,7 +30,7 @@ REFUSALS: Table = {
     ],
     ("plan", nothing): [
         (lambda _: td.plan("CartPole-v1", 10), TypeError, "has no keys, dtypes and shapes"),
-        (lambda _: td.plan(steps()), ValueError, "capacity must be a whole number, at least 1, got None"),
+        (lambda _: td.plan(steps()), TypeError, "capacity must be a whole number, at least 1, got None"),
         (lambda _: td.plan(TensorDict({"s": "text"}), 10), SchemaError, "'s' .*non-tensor"),
         (lambda _: td.plan(fresh()), TypeError, "has not been written to"),
         (lambda _: priority_bytes("random", 10), TypeError, "must be one of uniform, proportional, rank, .* got"),

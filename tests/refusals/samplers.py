@@ -105,7 +105,8 @@ REFUSALS: Table = {
         (lambda rb: rb.sample(7), ValueError, "cannot draw 7 distinct rows of 6"),
     ],
     ("MinibatchSampler", nothing): [
-        *((lambda _, n=n: td.MinibatchSampler(n), ValueError, f"epochs must be a whole number, at least 1, got {n}")
+        *((lambda _, n=n: td.MinibatchSampler(n), (TypeError, ValueError),
+           f"epochs must be a whole number, at least 1, got {n}")
           for n in (0, 1.5, True)),
     ],
     ("MinibatchSampler", lambda: filled(td.MinibatchSampler(drop_last=True))): [
@@ -115,7 +116,7 @@ REFUSALS: Table = {
     ("RecencySampler", nothing): [
         (lambda _: td.RecencySampler(half_life=0.0), ValueError, "a positive number of time steps, or infinite, got"),
         (lambda _: td.RecencySampler(window=0.5), ValueError, "window must be a whole number, at least 1"),
-        (lambda _: td.RecencySampler(max_age=True), ValueError, "max_age must be a whole number, at least 0"),
+        (lambda _: td.RecencySampler(max_age=True), TypeError, "max_age must be a whole number, at least 0"),
     ],
     ("RecencySampler", lambda: buffer(td.RecencySampler(3.0, 4))): [
         (lambda rb: rb.sampler.load_state_dict(rb.sampler.state_dict() | {"half_life": 0.0}), ValueError, "half_life"),
@@ -248,7 +249,7 @@ REFUSALS: Table = {
         (lambda _: sequence(priority="min"), ValueError, "priority must be 'max' or 'mix', got 'min'"),
         (lambda _: sequence(eta=1.5), ValueError, r"eta must be between 0 and 1, got 1\.5"),
         (lambda _: sequence(output_layout="time"), ValueError, "output_layout must be"),
-        *((lambda _, stride=stride: sequence(td.MinibatchSampler(), stride=stride), ValueError,
+        *((lambda _, stride=stride: sequence(td.MinibatchSampler(), stride=stride), (TypeError, ValueError),
            "stride must be a whole number, at least 1, got") for stride in (0, 1.5, True)),
         (lambda _: sequence(td.MinibatchSampler(), stride=4), ValueError, "stride=4 leaves out rows .* a stride from"),
         *((lambda _, boundary=boundary: sequence(td.MinibatchSampler(), stride=3, boundary=boundary), ValueError,
@@ -292,7 +293,8 @@ REFUSALS: Table = {
         (lambda rb: rb.sample(), KeyError, "returns to go need"),
     ],
     ("FreshRowsSampler", nothing): [
-        *((lambda _, fresh=fresh: td.FreshRowsSampler(td.UniformSampler(), fresh), ValueError, "fresh must be ")
+        *((lambda _, fresh=fresh: td.FreshRowsSampler(td.UniformSampler(), fresh), (TypeError, ValueError),
+           "fresh must be ")
           for fresh in (0, "rows")),
         *((lambda _, wrong=wrong: sequence(td.FreshRowsSampler(td.UniformSampler(), "windows"), **wrong), ValueError,
            'fresh="windows" needs boundary="pad" and neither burn_in nor stride, got')

@@ -84,7 +84,7 @@ def state_of_index(capacity: int) -> Any:
 
 REFUSALS: Table = {
     ("PackedStorage", nothing): [
-        (lambda _: td.PackedStorage("ten"), ValueError, "max_size must be a whole number, at least 1, got 'ten'"),
+        (lambda _: td.PackedStorage("ten"), TypeError, "max_size must be a whole number, at least 1, got 'ten'"),
         (lambda _: td.PackedStorage(4, ndim=0), ValueError, "ndim must be a whole number, at least 1, got 0"),
         (lambda _: td.PackedStorage(21, lanes=3), ValueError, "needs ndim=2"),
         (lambda _: td.PackedStorage(4, scratch_dir="x", device="cuda"), ValueError, "scratch_dir needs device=.cpu"),
