@@ -97,9 +97,13 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise
-        print(
-            f"'{error.name}' is missing: pip install 'rlbuf_td[demo]'", file=sys.stderr
+        is_of_demo = str(error.name).split(".")[0] in ("gymnasium", "matplotlib")
+        remedy = (
+            "pip install 'rlbuf_td[demo]'"
+            if is_of_demo
+            else "no extra of rlbuf_td has it: install the package that provides it"
         )
+        print(f"'{error.name}' is missing: {remedy}", file=sys.stderr)
         return 1
 
 

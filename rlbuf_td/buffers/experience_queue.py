@@ -84,6 +84,8 @@ class ExperienceQueue(ReplayBuffer):
         (torch.Size([2, 5, 1]), 0)
     """
 
+    makes_parts = frozenset({"sampler", "writer"})
+
     def __init__(
         self, *, timeout: float | None = None, max_age: int | None = None, **kwargs: Any
     ) -> None:

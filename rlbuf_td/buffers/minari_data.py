@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -160,7 +161,10 @@ def minari() -> Any:
     try:
         import minari
     except ImportError:
-        raise ImportError("this needs Minari: pip install 'rlbuf_td[minari]'") from None
+        remedy = "pip install 'rlbuf_td[minari]'"
+        if sys.version_info < (3, 11):  # for which the extra names no Minari
+            remedy = "take Python 3.11 or later, because Minari 0.5.4 needs it"
+        raise ImportError(f"this needs Minari: {remedy}") from None
     return minari
 
 

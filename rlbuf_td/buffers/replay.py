@@ -30,6 +30,11 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.buffers import minari_data, torchrl_data, waiting, writing
+from rlbuf_td.buffers.arguments import (
+    refuse_class,
+    refuse_positional,
+    refuse_unknown,
+)
 from rlbuf_td.buffers.flow import FlowControl, make_flow
 from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.loop_step import GymnasiumStep, LoopStep
@@ -83,7 +88,9 @@ from rlbuf_td.storages.checks import (
     OUT_OF_ORDER,
     State,
     number,
+    require,
     require_packed,
+    shown_kind,
     state_of,
     usable_device,
     whole,
@@ -218,6 +225,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     __signature__ = OwnSignature()
     # made for an environment: rows that are shared get trajectory ids
     _has_environment = False
+    #: The parts that this class makes, and which nobody can pass.
+    makes_parts: frozenset[str] = frozenset()
     _storage: PackedStorage
     _dim_extend: int
     if TYPE_CHECKING:  # TorchRL's properties have no types
@@ -228,6 +237,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def __new__(cls, *args: Any, storage: Any = None, **kwargs: Any) -> Any:
         """Return a buffer of TorchRL's if ``storage`` is another one than a
         :class:`PackedStorage`."""
+        refuse_positional(cls, args)
         if (
             not isinstance(storage, Storage)
             or isinstance(storage, PackedStorage)
@@ -258,6 +268,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_unknown(type(self), kwargs)
+        for name in ("storage", "sampler", "writer"):
+            refuse_class(name, kwargs.get(name))
+        if stats is not None and not isinstance(stats, EpisodeStats):
+            raise TypeError(f"stats= takes an EpisodeStats, got {shown_kind(stats)}")
         self.parts: Parts = None  # pyrefly: ignore [bad-assignment]  # until initialized
         # the name ``stats`` is a method of TorchRL's buffers
         self.episode_stats = stats
@@ -2357,6 +2372,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         Unlike in TorchRL, a ring writer continues after the newest row of the new
         storage, and all rows get the default priority.
         """
+        require("set_storage", storage, Storage)
         storage = require_packed(
             storage, "this buffer", "make another buffer for a storage of TorchRL's"
         )
@@ -2385,6 +2401,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         Unlike in TorchRL, rows without a priority in the new sampler get the default
         priority.
         """
+        require("set_sampler", sampler, Sampler)
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.writer, self.storage)
         with self._fully_locked(), defer_sigint:
@@ -2405,6 +2422,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def set_writer(self, writer: Writer) -> Writer:
         """Replace the writer; return the old one. A new :class:`RingWriter` continues
         after the newest row."""
+        require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_unordered(self.sampler, writer, self.storage)
         with self._replay_lock, defer_sigint:
@@ -2544,6 +2562,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         (0.7, 1e-08)
     """
 
+    makes_parts = frozenset({"sampler"})
+
     def __init__(
         self,
         *,
@@ -2566,6 +2586,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             raise TypeError(
                 f"a PrioritizedReplayBuffer makes its own ProportionalSampler: {remedy}"
             )
+        refuse_class("storage", storage)
         rows = (
             PackedStorage(1_000)
             if storage is None

@@ -18,7 +18,7 @@ from rlbuf_td.functional import explained_variance
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import shown_kind, whole
 from rlbuf_td.storages.indexing import Info
 from rlbuf_td.writers.estimator import Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -467,4 +467,4 @@ def _refuse_arguments(
             f"{rollout} needs a storage of {rows} rows, got one of {storage.max_size}"
         )
     if writer is not None and not isinstance(writer, RolloutWriter):
-        raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")
+        raise TypeError(f"writer must be a RolloutWriter, got {shown_kind(writer)}")

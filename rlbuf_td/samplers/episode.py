@@ -16,7 +16,7 @@ from rlbuf_td.functional import reward2go
 from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import Info
@@ -243,18 +243,25 @@ class EpisodeSampler(SamplerWrapper):
             )
         return rows, info, batch
 
+    def _why_none(self, storage: PackedStorage) -> str:
+        """Say why there is no episode to draw, and what to do."""
+        if len(self.episodes_of(storage).whole(only_finished=False)[0]):
+            remedy = "write until one ends, or use finished_only=False"
+            return f"the buffer holds no complete episode: {remedy}"
+        # more rows of an endless episode do not bring its first ones back
+        return (
+            "the buffer holds no complete episode: the first rows of all stored episodes are gone. Episodes that are "
+            f"longer than the {torchrl_parts.capacity_in_steps(storage)} steps of a lane need a larger storage, or a "
+            "SequenceSampler, which draws windows; otherwise write until the next episode ends"
+        )
+
     # -- the law
 
     def _anchors(self, storage: PackedStorage, count: int) -> Tensor:
         """Draw a row of each episode; return the flat rows, ``[B]``."""
         first, length = self._episodes(storage)
         if not len(first):
-            remedy = (
-                "write until one ends, or use finished_only=False"
-                if self.finished_only
-                else "write more steps"
-            )
-            raise RuntimeError(f"the buffer holds no complete episode: {remedy}")
+            raise RuntimeError(self._why_none(storage))
         which, where = uniform_numbers(2 * count, self._rng, first.device).view(2, -1)
         if self.by == "row":
             end = length.cumsum(0)

@@ -26,7 +26,7 @@ from rlbuf_td.samplers.common import (
 )
 from rlbuf_td.samplers.reading import Reading
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import State, state_of
+from rlbuf_td.storages.checks import State, shown_kind, state_of
 from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import (
     Index,
@@ -100,7 +100,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     ) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(
-                f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}"
+                f"{type(self).__name__} wraps a sampler, got {shown_kind(sampler)}"
             )
         # isinstance is slow for ABCs
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None

@@ -138,6 +138,21 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
+def shown_kind(value: object) -> str:
+    """Return the class of a value; of a class, its name and how to make an object."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}: make one, {value.__name__}(...)"
+    return type(value).__name__
+
+
+def require(what: str, value: object, kind: type) -> None:
+    """Raise a TypeError if ``what`` got no object of this class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{what} takes a {kind.__name__.lower()}, got {shown_kind(value)}"
+        )
+
+
 def require_packed(storage: object, what: str, remedy: str) -> PackedStorage:
     """Return a storage that ``what`` needs as a :class:`PackedStorage`; raise a
     TypeError if it is of another class."""

@@ -39,6 +39,18 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     )
 
 
+def test_a_missing_package_of_an_environment_is_not_said_to_be_in_an_extra(
+    monkeypatch, capsys
+):
+    def train(options: object) -> int:
+        raise ModuleNotFoundError("No module named 'ale_py'", name="ale_py")
+
+    monkeypatch.setattr("rlbuf_td.cli.demo.main", train)
+    assert main(["demo", "--env", "ALE/Pong-v5"]) == 1
+    said = capsys.readouterr().err
+    assert "'ale_py' is missing: no extra of rlbuf_td has it" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

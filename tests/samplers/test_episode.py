@@ -22,6 +22,7 @@ from rlbuf_td import (
     PackedStorage,
     ReplayBuffer,
     RingWriter,
+    SequenceSampler,
     UniformSampler,
 )
 from tests.model import DONE, INIT, REWARD, Model, World, reward_fn
@@ -348,7 +349,7 @@ def test_an_episode_whose_first_rows_were_never_stored_is_not_drawn(share):
     rb.extend(TensorDict({"x": torch.arange(20, 26), "next": {"done": done}}, [6]))
     with pytest.raises(
         RuntimeError,
-        match="no complete episode: write until one ends, or use finished_only=False",
+        match=r"no complete episode: the first rows of .* longer than the 4 steps",
     ):
         rb.sample()
 
@@ -400,3 +401,23 @@ def test_interleaved_trajectories_are_reported():
     )
     with pytest.warns(RuntimeWarning, match="trajectories are stored in stretches"):
         rb.sample()
+
+
+@pytest.mark.parametrize("finished_only", [True, False])
+def test_an_episode_longer_than_the_storage_is_not_waited_for(finished_only):
+    """More steps of an endless episode bring no first rows back."""
+    sampler = EpisodeSampler(finished_only=finished_only)
+    rb = ReplayBuffer(storage=PackedStorage(8), sampler=sampler, batch_size=2)
+    done = torch.zeros(8, 1, dtype=torch.bool)
+    rows = TensorDict({"x": torch.arange(8), "next": {"done": done}}, [8])
+    for _ in range(2):
+        rb.extend(rows)
+    said = "first rows of all stored episodes are gone.*longer than the 8 steps .*larger storage, or a SequenceSampler"
+    with pytest.raises(RuntimeError, match=said):
+        rb.sample()
+    windows = SequenceSampler(UniformSampler(), 2)
+    assert len(ReplayBuffer(storage=rb.storage, sampler=windows).sample(4))
+    ended = rows.clone()
+    ended["next", "done"][[1, 5]] = True
+    rb.extend(ended)
+    assert {episode[0] for episode in rb.sample()["x"].tolist()} <= {2, 6}
