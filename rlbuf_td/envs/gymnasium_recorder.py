@@ -73,8 +73,8 @@ class GymnasiumRecorder(Recorder):
         SchemaError: the environment's transitions do not fit the buffer's rows or
             lanes, or a lane or a buffer ``[T]`` gets several environments.
 
-    Cost: about 0.3 ms per step of 16 environments in a training loop, without the time
-    of the environments (``python -m tests.benchmarks.bench --only record``).
+    Cost: ``python -m tests.benchmarks.loops`` measures it, without the time of the
+    environments.
 
     TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL
     environments.

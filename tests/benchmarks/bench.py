@@ -14,14 +14,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -39,7 +35,6 @@ from torchrl.objectives.value.functional import (
 )
 
 from rlbuf_td import (
-    GymnasiumRecorder,
     PackedStorage,
     ReplayBuffer,
     RolloutBuffer,
@@ -59,8 +54,7 @@ from tests.benchmarks.timing import (
 )
 
 NOTES = """Mixed: TorchRL's buffer with our parts; bare: one torch.randint and one index_select; SB3: Stable-Baselines3
-* TorchRL has no sampler by rank: its proportional sampler is timed
-record a step: of 16 environments; TorchRL stores a hand-made TensorDict"""
+* TorchRL has no sampler by rank: its proportional sampler is timed"""
 #: What the picture shows: an operation on each kind of buffer.
 SHOWN = {
     "proportional": "sample",
@@ -68,7 +62,6 @@ SHOWN = {
     "extend_proportional": "extend",
 }
 LEAF_ROWS = 100_000
-LANES, RECORDED_ROWS = 16, 16_000  # soon full: writes then need no new memory pages
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
 LEAVES = {"leaves-12": 4, "leaves-3": 1}  # number of parts of each observation
 SHAPES = ((8, 2048), (4096, 32), (1, 128))
@@ -108,7 +101,7 @@ def run(
         gc.collect()
 
 
-# -- Dicts of many leaves, recorded Gymnasium steps, GAE and PPO
+# -- Dicts of many leaves, GAE and PPO
 
 
 def dict_rows(count: int, parts: int) -> TensorDict:
@@ -140,71 +133,6 @@ def leaves(parts: int, batch: int) -> Calls:
     for buffer in (ours, theirs):
         buffer.extend(data)
     return {"rlbuf_td": ours.sample, "TorchRL": theirs.sample}
-
-
-class Replayed(VectorEnv):
-    """A vector environment with HalfCheetah's shapes and next-step autoreset; it
-    returns precomputed steps."""
-
-    def __init__(self, steps: int = 1_000, ends: float = 0.01) -> None:
-        self.num_envs, self.metadata = (
-            LANES,
-            {"autoreset_mode": AutoresetMode.NEXT_STEP},
-        )
-        self.single_observation_space = gymnasium.spaces.Box(
-            -np.inf, np.inf, (17,), np.float32
-        )
-        self.single_action_space = gymnasium.spaces.Box(-1, 1, (6,), np.float32)
-        generator, terminated = np.random.default_rng(0), np.zeros(LANES, bool)
-        self.observation, never = (
-            generator.random((LANES, 17), np.float32),
-            np.zeros(LANES, bool),
-        )
-        results: list[Any] = []
-        for _ in range(steps):
-            terminated = (generator.random(LANES) < ends) & ~terminated
-            results.append(
-                (self.observation, generator.random(LANES), terminated, never, {})
-            )
-        self.results: Iterator[Any] = cycle(results)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return self.observation, {}
-
-    def step(self, actions: Any) -> Any:
-        return next(self.results)
-
-
-def record() -> Calls:
-    """Return, for each library, a function that takes an environment step and stores
-    the transitions."""
-    env, action = Replayed(), np.zeros((LANES, 6), np.float32)
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
-    recorder.reset()
-    theirs, obs = (
-        TensorDictReplayBuffer(storage=LazyTensorStorage(RECORDED_ROWS)),
-        torch.from_numpy(env.observation),
-    )
-
-    def by_hand() -> None:
-        following, reward, terminated, truncated, _ = env.step(action)
-        ends = {
-            "terminated": terminated,
-            "truncated": truncated,
-            "done": terminated | truncated,
-        }
-        after = {
-            name: torch.from_numpy(flag).view(LANES, 1) for name, flag in ends.items()
-        }
-        after["observation"] = torch.from_numpy(following)
-        after["reward"] = torch.from_numpy(reward).float().view(LANES, 1)
-        step = {"observation": obs, "action": torch.from_numpy(action), "next": after}
-        theirs.extend(TensorDict(step, [LANES]))
-
-    for _ in range(RECORDED_ROWS // LANES):
-        recorder.step(action)
-        by_hand()
-    return {"rlbuf_td": lambda: recorder.step(action), "TorchRL": by_hand}
 
 
 def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
@@ -286,8 +214,6 @@ def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[T
             yield measure(
                 operation, LEAF_ROWS, "Dict", leaves(parts, batch), rounds, batch
             )
-    if "record" in operations:
-        yield measure("record", RECORDED_ROWS, "small", record(), rounds, batch)
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.benchmarks import bench, breaks, device, memory, options, timing, train
+from tests.benchmarks import (
+    bench,
+    breaks,
+    device,
+    loop_sides,
+    loops,
+    memory,
+    options,
+    timing,
+)
 from tests.benchmarks.contenders import Ours, TorchRL, available
 
 pytestmark = pytest.mark.slow
@@ -84,15 +93,65 @@ def test_every_library_that_is_installed_is_timed():
     assert [name in done.stdout for name in names] == [True] * len(names)
 
 
-def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
-    train.main(["--rounds", "1", "--steps", "1100"])
-    lines = {
-        line.split()[1]: line
-        for line in capsys.readouterr().out.splitlines()
-        if "%" in line
-    }
-    assert set(lines) == set(train.SCRIPTS)
-    assert "equal" in lines["sac"]
+@pytest.fixture
+def small_loops(monkeypatch):
+    """Cases whose rollouts, frames and buffers are small."""
+    monkeypatch.setattr(loop_sides.RolloutSide, "T", 32)
+    monkeypatch.setattr(loop_sides.ManySide, "E", 16)
+    monkeypatch.setattr(loop_sides.CollectorSide, "FRAMES", 4)
+    monkeypatch.setitem(loop_sides.IMAGES, "capacity", 100)
+
+
+@pytest.mark.parametrize("name", loops.CASES)
+def test_each_side_of_a_loop_is_timed(name, small_loops):
+    case = loops.CASES[name]
+    results = loops.measure(case, segments=2, steps=3, fill=20)
+    assert [each.side for each in results] == list(case.sides)
+    for each in results:
+        assert each.rate > 0
+        assert {len(each.rates), *map(len, each.parts.values())} == {2}
+        assert min(each.in_buffer) > 0
+        assert each.parts.keys() <= set(loops.PARTS)
+
+
+def test_sac_learns_the_same_weights_from_torchrls_buffer_and_ours():
+    weights = []
+    for make in (loop_sides.collect_theirs, loop_sides.collect_ours):
+        side = make()  # uniform: both draw the same rows
+        side.run(192)
+        weights.append([*side.actor.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_figures_of_loops_make_the_readmes_table_and_picture(tmp_path, capsys):
+    figures, readme = tmp_path / "loops.json", tmp_path / "README.md"
+    command = ["pendulum", "--segments", "2", "--steps", "2", "--fill", "5"]
+    loops.main([*command, "--json", str(figures)])
+    printed = capsys.readouterr().out
+    assert "steps/s" in printed
+    assert f"torch {torch.__version__.partition('+')[0]}" in printed
+
+    begin, end = loops.MARKS
+    readme.write_text(f"# Title\n{begin}old table\n{end}The rest\n")
+    picture = tmp_path / "loops.svg"
+    for _ in range(2):  # the second time changes nothing
+        loops.publish(figures, readme, picture)
+        text = readme.read_text()
+        assert re.fullmatch(
+            r"# Title\n<!-- loops -->\n(\|.*\|\n){3}\n20.*\n<!-- /loops -->\nThe rest\n",
+            text,
+        )
+    assert re.search(r"\| [\d,]+ µs \| NumPy ring by hand [\d.]+ x, Stable", text)
+    assert picture.read_text().count("NumPy ring") == 1
+
+
+def test_figures_are_not_published_where_the_readme_has_no_place_for_them(tmp_path):
+    figures, readme = tmp_path / "loops.json", tmp_path / "README.md"
+    figures.write_text('{"circumstances": {}, "cases": {}}')
+    readme.write_text("# Title\n<!-- loops -->\n")
+    with pytest.raises(SystemExit, match="needs the lines <!-- loops -->"):
+        loops.publish(figures, readme, tmp_path / "loops.svg")
+    assert readme.read_text() == "# Title\n<!-- loops -->\n"
 
 
 @pytest.mark.parametrize("case", device.TIMINGS)

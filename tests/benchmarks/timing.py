@@ -39,7 +39,6 @@ REPLAY = {
 WORDS = REPLAY | {
     "leaves-12": "a Dict of 12 leaves",
     "leaves-3": "the same in 3 leaves",
-    "record": "record a step",
     "gae": "GAE {}, loop",
     "gae-vectorized": "GAE {}, vector",
     "ppo": "PPO's data step",
@@ -63,7 +62,7 @@ class Timing:
     def data(self) -> str:
         """What the operation works on, in words."""
         if self.operation not in REPLAY:
-            return "Dicts, Gymnasium, rollouts"
+            return "Dicts, rollouts"
         kind = (
             "two 4 x 84 x 84 images"
             if self.kind == "image"

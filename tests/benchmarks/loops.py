@@ -1,0 +1,316 @@
+"""Measure whole training loops, as users write them, with this package's buffers and
+with others (``python -m tests.benchmarks.loops``).
+
+The sides of a case run in one process, one segment of steps after another, in turn.
+Each side acts, steps its environment, writes, samples and learns. Time in the buffer is
+the time of writing, sampling and updating priorities; with a recorder, it is the time
+of the recorder's ``step`` less that of the environment's. ``--json FILE`` keeps the
+figures. ``--publish FILE`` makes the README's table and ``docs/loops.svg`` from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torchrl.data import PrioritizedSampler
+
+from rlbuf_td import ProportionalSampler
+from rlbuf_td.cli import info, whole_number
+from rlbuf_td.diagnostics.plots import STYLE
+from tests.benchmarks import loop_sides as sides
+from tests.benchmarks.contenders import ALPHA, BETA
+from tests.benchmarks.loop_sides import CAPACITY, ROOT, Side
+from tests.benchmarks.timing import OURS, one_thread
+
+PARTS = ("write", "sample", "update")
+README, PICTURE = ROOT / "README.md", ROOT / "docs" / "loops.svg"
+MARKS = "<!-- loops -->\n", "<!-- /loops -->\n"  # around the README's table
+PACKAGES = "torch", "torchrl", "gymnasium", "stable_baselines3", "cpprb"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Loops that do the same with different buffers; the last one is ours."""
+
+    words: str
+    sides: dict[str, Callable[[], Side]]
+    steps: int  # per segment
+    fill: int  # steps before the first segment
+
+
+CASES = {
+    "pendulum": Case(
+        "one environment, batches of 256",
+        {
+            "NumPy ring by hand": sides.NumpyRing,
+            "Stable-Baselines3": sides.baselines_pendulum,
+            "TorchRL": sides.TorchRLByHand,
+            OURS: sides.recorded_pendulum,
+        },
+        100,
+        5_000,
+    ),
+    "dqn": Case(
+        "8 environments, prioritized, batches of 128",
+        {
+            "cpprb": sides.Cpprb,
+            f"{OURS}, 1 step": partial(sides.prioritized, 1),
+            f"{OURS}, 3 steps": partial(sides.prioritized, 3),
+        },
+        100,
+        3_000,
+    ),
+    "images": Case(
+        "4 x 84 x 84 images, batches of 64",
+        {
+            "Stable-Baselines3": sides.baselines_images,
+            "Stable-Baselines3, memory saved": partial(
+                sides.baselines_images,
+                optimize_memory_usage=True,
+                handle_timeout_termination=False,
+            ),
+            OURS: sides.images,
+            f"{OURS}, share_next": partial(sides.images, share_next=True),
+            f"{OURS}, frames": partial(
+                sides.images, share_next=True, frames={"observation": 4}
+            ),
+        },
+        20,
+        2_500,
+    ),
+    "ppo": Case(
+        "PPO, 8 environments x 128 steps, 4 epochs",
+        {"tensors by hand": sides.PPOByHand, OURS: sides.PPORecorder},
+        sides.RolloutSide.T,
+        sides.RolloutSide.T,
+    ),
+    "many": Case(
+        "a write of 4,096 environments, after a learner's step",
+        {"copy_ of each leaf": sides.ManyByHand, OURS: sides.ManyAdded},
+        2 * sides.ManySide.T,
+        2 * sides.ManySide.T,
+    ),
+    "collector": Case(
+        "TorchRL's collector and SAC, prioritized, batches of 256",
+        {
+            "TorchRL": lambda: sides.collect_theirs(
+                sampler=PrioritizedSampler(CAPACITY, ALPHA, BETA)
+            ),
+            OURS: lambda: sides.collect_ours(
+                sampler=ProportionalSampler(CAPACITY, ALPHA, BETA)
+            ),
+        },
+        sides.CollectorSide.FRAMES,
+        4 * sides.CollectorSide.FRAMES,
+    ),
+    "agent": Case(
+        "Stable-Baselines3's SAC, batches of 256",
+        {
+            "Stable-Baselines3": sides.AgentSide,
+            OURS: partial(sides.AgentSide, sides.guides_buffer),
+        },
+        100,
+        200,
+    ),
+}
+
+
+# -- measuring
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a side did in each segment: steps per second, and microseconds per step in
+    each part of the buffer."""
+
+    side: str
+    rates: list[float]
+    parts: dict[str, list[float]]
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def in_buffer(self) -> list[float]:
+        return [sum(spent) for spent in zip(*self.parts.values(), strict=True)]
+
+    def times(self, part: str | None = None) -> list[float]:
+        """Microseconds per step in a part, or in the buffer, per segment."""
+        return self.in_buffer if part is None else self.parts.get(part, [])
+
+    def ratio(self, ours: Result) -> float:
+        """Return this side's time in the buffer divided by ours, as the median over
+        segments."""
+        both = zip(self.in_buffer, ours.in_buffer, strict=True)
+        return statistics.median(theirs / own for theirs, own in both)
+
+
+def measure(
+    case: Case, segments: int, steps: int | None, fill: int | None
+) -> list[Result]:
+    """Run the sides of a case in turn; leave out those whose library is missing."""
+    running: dict[str, Side] = {}
+    for name, make in case.sides.items():
+        try:
+            running[name] = make()
+        except ModuleNotFoundError as error:
+            print(f"{name} is left out: {error}")
+    for side in running.values():
+        side.fill(case.fill if fill is None else fill)
+
+    rates: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, Any] = {name: defaultdict(list) for name in running}
+    for _ in range(segments):
+        for name, side in running.items():
+            side.spent.clear()
+            began = sides.now()
+            done = side.run(steps or case.steps)
+            rates[name].append(done / (sides.now() - began))
+            for part, seconds in side.spent.items():
+                parts[name][part].append(1e6 * seconds / done)
+    return [Result(name, rates[name], dict(parts[name])) for name in running]
+
+
+def circumstances() -> dict[str, str]:
+    """Return the date, the processor and the versions."""
+    facts = dict(info.facts())
+    found = {"date": date.today().isoformat(), "processor": facts["processor"]}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+# -- what is printed, kept and published
+
+
+def table(case: Case, results: Sequence[Result]) -> Table:
+    result = Table("", "steps/s", "in buffer", *PARTS, "x ours", title=case.words)
+    for column in result.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for each in results:
+        times = (each.times(part) for part in (None, *PARTS))
+        cells = (
+            f"{statistics.median(spent):,.0f} us" if spent else "" for spent in times
+        )
+        result.add_row(
+            each.side, f"{each.rate:,.0f}", *cells, f"{each.ratio(results[-1]):.2f}"
+        )
+    return result
+
+
+def load(path: Path) -> tuple[dict[str, str], dict[str, list[Result]]]:
+    kept = json.loads(path.read_text())
+    cases = kept["cases"].items()
+    return kept["circumstances"], {
+        name: [Result(**each) for each in results] for name, results in cases
+    }
+
+
+def markdown(facts: dict[str, str], cases: dict[str, list[Result]]) -> str:
+    """Return the README's table."""
+    lines = [
+        f"| a step of a loop | {OURS} | in its buffer | others, in theirs |",
+        "|---|---|---|---|",
+    ]
+    for name, results in cases.items():
+        *others, ours = results
+        spent = statistics.median(ours.in_buffer)
+        ratios = ", ".join(f"{each.side} {each.ratio(ours):.1f} x" for each in others)
+        cells = (CASES[name].words, f"{ours.rate:,.0f} steps/s", f"{spent:,.0f} µs")
+        lines.append(f"| {' | '.join(cells)} | {ratios} |")
+    versions = ", ".join(f"{name} {facts[name]}" for name in PACKAGES)
+    lines += ["", f"{facts['date']}, {facts['processor']}, one thread; {versions}."]
+    return "\n".join(lines) + "\n"
+
+
+def draw(cases: dict[str, list[Result]]) -> Figure:
+    """Return bars: the time in each buffer as a multiple of ours, which is a line."""
+    labels, ratios, places, place = [], [], [], 0.0
+    for name, results in cases.items():
+        for each in results[:-1]:
+            labels.append(f"{name}: {each.side}")
+            ratios.append(each.ratio(results[-1]))
+            places.append(place)
+            place += 1
+        place += 0.5
+    figure = Figure(figsize=(3.4, 0.4 + 0.14 * place))
+    axes = figure.subplots()
+    bars = axes.barh(places, ratios, 0.7)
+    axes.bar_label(bars, fmt="{:.1f} x", padding=2)
+    axes.axvline(1, color="#c8500a", linewidth=1.2)
+    axes.set_yticks(places, labels)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.margins(x=0.12)
+    axes.spines["bottom"].set_visible(False)
+    figure.suptitle(f"Time in the buffer per step of a loop (line: {OURS})")
+    return figure
+
+
+def publish(path: Path, readme: Path = README, picture: Path = PICTURE) -> None:
+    """Put the figures of a file between the marks of the README, and draw them."""
+    facts, cases = load(path)
+    begin, end = MARKS
+    before, _, rest = readme.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(
+            f"{readme} needs the lines {begin.strip()} and {end.strip()}, for the table to stand between them"
+        )
+    readme.write_text(before + begin + markdown(facts, cases) + end + after)
+    with rc_context(fname=STYLE, rc={"svg.hashsalt": "loops"}):
+        draw(cases).savefig(picture, metadata={"Date": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("cases", nargs="*", choices=[[], *CASES], metavar="CASE", help=", ".join(CASES))
+    add("--steps", type=whole_number(1), help="per segment (default: each case's own)")
+    add("--segments", type=whole_number(1), default=15, help="per side (default: 15)")
+    add("--fill", type=whole_number(1), help="steps that are stored before")
+    add("--json", type=Path, metavar="FILE", help="keep the figures")
+    add("--publish", type=Path, metavar="FILE", help="README and picture from figures")
+    options = parser.parse_args(arguments)
+    if options.publish:
+        publish(options.publish)
+        return
+
+    console, facts, results = Console(), circumstances(), {}
+    console.print(", ".join(f"{k} {v}" for k, v in facts.items()), highlight=False)
+    with one_thread():
+        for name in options.cases or CASES:
+            case = CASES[name]
+            with console.status(case.words):
+                results[name] = measure(
+                    case, options.segments, options.steps, options.fill
+                )
+            console.print(table(case, results[name]), highlight=False)
+    if options.json:
+        cases = {
+            name: [asdict(each) for each in sides] for name, sides in results.items()
+        }
+        kept = {"circumstances": facts, "cases": cases}
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
