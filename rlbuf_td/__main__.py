@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"replay {_SHOWN}",
     )
     demo(
-        "--steps", type=whole_number(1), help="most environment steps (default: 59904)"
+        "--steps", type=whole_number(1), help="most environment steps (default: 60000)"
     )
     demo("--seed", type=whole_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
     demo(

@@ -8,16 +8,22 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
 import rlbuf_td
+from rlbuf_td import EpisodeStats
 from rlbuf_td.__main__ import COMMANDS, main, parser
 from rlbuf_td.cli import demo
 from rlbuf_td.kernels import code_cache
+from tests.environments import Walk
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
@@ -62,7 +68,7 @@ def test_a_missing_package_of_an_environment_is_not_said_to_be_in_an_extra(
         ("demo --env Nope", "--env Nope: Environment `Nope` doesn't exist"),
         ("demo --device nothing", "--device nothing: torch cannot use this device"),
         ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
-        ("demo --steps 100", "--steps must be at least 1024"),
+        ("demo --steps 100", "--steps must be at least 1000"),
         ("demo --out file", "--out: cannot write to file"),
         ("doctor nowhere", "cannot examine nowhere"),
     ],
@@ -90,10 +96,10 @@ def test_the_example_of_each_command_works(command, capsys):
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
-    def interrupt(name: str) -> None:
+    def interrupt(name: str, num_envs: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gymnasium, "make", interrupt)
+    monkeypatch.setattr(gymnasium, "make_vec", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
@@ -186,6 +192,81 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+class Image(gymnasium.ObservationWrapper):
+    """Images in place of CartPole's observations."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.observation_space = gymnasium.spaces.Box(0, 255, (2, 3, 3), np.uint8)
+
+    def observation(self, observation: Any) -> Any:
+        return self.observation_space.sample()
+
+
+class Endless(Walk):
+    """An environment whose episodes never end."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *_, info = super().step(action)
+        return obs, reward, False, False, info
+
+
+class Interrupted(Walk):
+    """The user presses Ctrl-C after a few hundred steps."""
+
+    def step(self, action: Any) -> Any:
+        if len(self.history) == 80:
+            raise KeyboardInterrupt
+        return super().step(action)
+
+
+@pytest.fixture
+def play(monkeypatch, tmp_path, one_thread):
+    """Return a function that runs a short demo on an environment, and returns its exit
+    status."""
+    monkeypatch.setattr(demo, "UPDATES", 2)
+
+    def run(make: Callable[[], gymnasium.Env]) -> int:
+        gymnasium.register("Played-v0", entry_point=make)
+        command = ["demo", "--env", "Played-v0", "--steps", "1000"]
+        return main([*command, "--out", str(tmp_path)])
+
+    yield run
+    gymnasium.registry.pop("Played-v0", None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Walk("dict"),
+        lambda: Walk("tuple"),
+        Image,
+    ],
+    ids=["dict", "tuple", "image"],
+)
+def test_the_demo_learns_from_any_observation_of_fixed_size(make, play, tmp_path):
+    assert play(make) == 0
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_names_no_picture_if_no_episode_has_ended(play, tmp_path, capsys):
+    assert play(Endless) == 0
+    printed = capsys.readouterr().out
+    assert "no episode has ended in 1,024 steps" in printed
+    assert "png" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_during_the_demo_leaves_the_curve_of_what_was_reached(
+    play, tmp_path, capsys
+):
+    assert play(Interrupted) == 130
+    printed = capsys.readouterr()
+    assert f"learning curve: {tmp_path / 'learning_curve.png'}" in printed.out
+    assert "interrupted" in printed.err
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_the_dqn_demo_learns_a_little_and_leaves_its_picture(tmp_path):
     done = subprocess.run(
@@ -212,14 +293,14 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture(tmp_path):
     assert "next:" in done.stdout
     assert (tmp_path / "run" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "solved" not in done.stdout
-    assert re.search(r"1280/1280 .* mean return of 20 episodes: \d+", done.stderr)
-    assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
+    assert re.search(r"\d+/1025 .* mean return of 20 episodes: \d+", done.stderr)
+    assert "Warning" not in done.stderr
 
 
 @pytest.mark.slow
-def test_the_demo_solves_cartpole(tmp_path, one_thread):
-    stats = demo.train(
-        "CartPole-v1", "proportional", demo.STEPS, 4, torch.device("cpu"), tmp_path
-    )
+def test_the_demo_solves_cartpole(one_thread):
+    options = Namespace(seed=4, device="cpu", sampler="proportional")
+    stats = EpisodeStats(window=demo.WINDOW)
+    demo.train(options, demo.make_env("CartPole-v1"), demo.STEPS, stats)
     assert demo.mean_return(stats) >= 475
     assert stats.steps < demo.STEPS

@@ -1,4 +1,4 @@
-"""A nested Dict observation is the native case of demos, buffers and hindsight; keys
+"""A nested Dict observation is the native case of recorders, buffers and hindsight; keys
 may be lists of strings."""
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 
 import rlbuf_td as td
 from rlbuf_td import (
+    GymnasiumRecorder,
     HindsightSampler,
     ProportionalSampler,
     ReplayBuffer,
     gymnasium_reward_fn,
 )
-from rlbuf_td.__main__ import main
-from rlbuf_td.cli import demo
 from tests.catalogue import assert_same
 from tests.environments import Nested
 
@@ -34,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
     ),
     "ignore:Detected call of `lr_scheduler.step:UserWarning",
 )
-NAME = "NestedCartPole-v1"
 PARTS = {
     "observation": torch.float32,
     ("camera", "image"): torch.uint8,
@@ -44,36 +41,23 @@ PARTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _registered():
-    gymnasium.register(
-        NAME,
-        entry_point=lambda: Nested(gymnasium.make("CartPole-v1")),
-        reward_threshold=475.0,
+def test_a_recorded_nested_dict_comes_back_part_by_part():
+    env = gymnasium.vector.SyncVectorEnv(
+        [lambda: Nested(gymnasium.make("CartPole-v1"))] * 2
     )
-    yield
-    del gymnasium.registry[NAME]
-
-
-def test_the_demo_learns_from_a_nested_dict(tmp_path, monkeypatch, capsys):
-    batches: list[TensorDict] = []
-    sample = ReplayBuffer.sample
-
-    def noted(rb: ReplayBuffer) -> TensorDict:
-        batches.append(sample(rb))
-        return batches[-1]
-
-    monkeypatch.setattr(ReplayBuffer, "sample", noted)
-    monkeypatch.setattr(demo, "UPDATES", 2)
-    assert main(["demo", "--env", NAME, "--steps", "1280", "--out", str(tmp_path)]) == 0
-    assert "mean return of the last 20 training" in capsys.readouterr().out
-    assert batches
-    for key, dtype in PARTS.items():
-        assert batches[-1][key].dtype == dtype, key
-    image, observation = batches[-1]["camera", "image"], batches[-1]["observation"]
-    # each part is that of its own row
-    number = (observation[..., 0].abs() * 1_000).long() % 256
-    assert torch.equal(image[..., 0, 0, 0].long(), number)
+    rb = ReplayBuffer.from_env(env, 1_000, batch_size=64)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    for _ in range(100):
+        recorder.step(env.action_space.sample())
+    batch = rb.sample()
+    for rows in (batch, batch["next"]):
+        for key, dtype in PARTS.items():
+            assert rows[key].dtype == dtype, key
+        # each part is that of its own row
+        image, observation = rows["camera", "image"], rows["observation"]
+        number = (observation[..., 0].abs() * 1_000).long() % 256
+        assert torch.equal(image[..., 0, 0, 0].long(), number)
 
 
 class Goals(gymnasium.ObservationWrapper):
