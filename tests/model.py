@@ -610,6 +610,17 @@ class World:
             [*enumerate(rows)], self.rb.add(data if self.model.lanes else data[0])
         )
 
+    def add_step(self, lane: int | None = None, writer: Any = None) -> None:
+        """Write one time step, or one of a lane, as arrays and numbers; ``writer``: the
+        buffer, or the handle of the lane."""
+        lanes = [*range(len(self.names))] if lane is None else [lane]
+        rows = [self.make(each) for each in lanes]
+        step = as_step(rows if self.model.lanes and lane is None else rows[0])
+        if writer is None and lane is not None:
+            step["lane"] = lane
+        (writer or self.rb).add_step(**step)
+        self.tell([*zip(lanes, rows, strict=True)])
+
     def append(self, lanes: Sequence[int]) -> Any:
         """Write single rows, in this order, to lanes that advance alone."""
         rows = [self.make(lane) for lane in lanes]
@@ -619,13 +630,13 @@ class World:
         )
 
     def tell(self, rows: Sequence[tuple[int, Fields]], index: Any = None) -> Any:
-        """Tell the model of rows that the buffer has got, and compare the index that
-        the buffer has returned."""
+        """Tell the model of rows that the buffer has got, and compare the index, if the
+        buffer has returned one."""
         self.model.began = self.model.written
         cells = [
             self.model.cell(self.model.append(lane, fields)) for lane, fields in rows
         ]
-        if isinstance(self.rb, ReplayBuffer):
+        if isinstance(self.rb, ReplayBuffer) and index is not None:
             found = torch.as_tensor(index).reshape(len(rows), -1).tolist()
             assert found == [
                 [*cell] if self.model.lanes else [cell[0]] for cell in cells
@@ -692,6 +703,29 @@ def as_tensordict(rows: Sequence[Fields]) -> TensorDict:
     return TensorDict(
         {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}, [len(rows)]
     )
+
+
+def as_step(rows: Fields | Sequence[Fields]) -> dict[str, Any]:
+    """Return a row, or one of each environment, as arguments of ``add_step``."""
+    single = isinstance(rows, dict)
+    data = as_tensordict([rows] if single else rows)
+    data = data[0] if single else data
+    outcome = (
+        data["next"].pop("reward").squeeze(-1),
+        *(
+            data["next"].pop(name).squeeze(-1).numpy()
+            for name in ("terminated", "truncated")
+        ),
+    )
+    del data["next", "done"]
+    after = {key: value.numpy() for key, value in data.pop("next").items()}
+    action = data.pop("action").numpy()
+    before = {key: data.pop(key).numpy() for key in after if key in data.keys()}
+    extras = data.numpy()
+    extras["next"] = {key: after.pop(key) for key in [*after] if key not in before}
+    names = "reward", "terminated", "truncated", "observation", "next_observation"
+    step = dict(zip(names, (*outcome, before, after), strict=True))
+    return step | {"action": action} | extras
 
 
 def index_of(model: Model, rows: Sequence[Row]) -> Any:

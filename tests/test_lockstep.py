@@ -251,6 +251,8 @@ class Silent:
 
     def extend(self, *_: Any, **__: Any) -> None: ...
 
+    def add_step(self, **_: Any) -> None: ...
+
 
 class Stopper:
     """Sends this process a signal at a line of a call that runs in the package."""
@@ -396,6 +398,16 @@ class Machine:
         with self.writing(1, range(len(self.model.rows_of))):
             self.world.add()
 
+    def add_step(self, a: int, b: int) -> None:
+        # a reservoir tells by the index where it has put a row
+        if not self.is_ours or self.kind.writer is ReservoirWriter:
+            return
+        lane = b % LANES if self.appends and a % 2 else None
+        if self.kind.writer == "rollout":
+            self.room()
+        with self.writing(1, range(len(self.model.rows_of))):
+            self.world.add_step(lane)
+
     def append(self, a: int, b: int) -> None:
         if self.appends:
             with self.writing(1, range(self.lanes)):
@@ -412,8 +424,13 @@ class Machine:
             if handle is None or a % 3:  # the first write of a handle begins an episode
                 handle = self.handles[self.rb, lane] = self.rb.lane(lane)
                 self.model.begin_episodes([lane])
+            before = self.model.written
+            if b % 2:
+                self.world.add_step(lane, handle)
+                self.wrote(before)
+                return
             rows = [self.world.make(lane) for _ in range(1 + b % 3)]
-            before, data = self.model.written, m.as_tensordict(rows)
+            data = m.as_tensordict(rows)
             index = (
                 [[handle.add(data[0]), lane]] if len(rows) == 1 else handle.extend(data)
             )
@@ -784,6 +801,9 @@ class Machine:
         if self.appends and a % 2:
             lanes = self.some_lanes(a, b)
             world.append(lanes)
+        elif self.is_ours and b % 2:
+            lanes = [*range(len(self.model.rows_of))]
+            world.add_step()
         else:
             lanes = [*range(len(self.model.rows_of))] * (1 + a % self.steps)
             world.extend(1 + a % self.steps)
@@ -970,6 +990,7 @@ OPERATIONS = (
     *(
         "extend",
         "add",
+        "add_step",
         "append",
         "handle",
         "extend",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.loop_step import GymnasiumStep
+from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.writes import Beginning
 

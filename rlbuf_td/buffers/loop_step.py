@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import numpy as np
+import torch
 from tensordict import TensorDict
 
 from rlbuf_td.buffers.step_writer import StepWriter
-from rlbuf_td.envs.specs import OBSERVATION, Key, Paths, entries
-from rlbuf_td.envs.step_columns import StepColumns, part_of
-from rlbuf_td.envs.transition import make_transition
-from rlbuf_td.storages.schema import SchemaError, walk
+from rlbuf_td.envs.specs import OBSERVATION, Key, Paths, as_array, entries
+from rlbuf_td.envs.step_columns import REWARD, StepColumns, fill_, part_of
+from rlbuf_td.envs.transition import GymnasiumStep, as_transition
+from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
 from rlbuf_td.storages.staged_step import StagedStep
-from rlbuf_td.storages.writes import Beginning
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
-
-
-class GymnasiumStep(NamedTuple):
-    """One step of Gymnasium environments, as :func:`make_transition` takes it."""
-
-    observation: Any
-    action: Any
-    reward: Any
-    next_observation: Any
-    terminated: Any
-    truncated: Any
-    extras: Mapping[str, Any]
-
-    def parts(self) -> dict[str, Any]:
-        """Return the parts that may have keys of their own."""
-        return {
-            "observation": self.observation,
-            "action": self.action,
-            "next": self.next_observation,
-            "extras": self.extras,
-        }
 
 
 class LoopStep:
@@ -45,15 +25,15 @@ class LoopStep:
 
     Args:
         columns: the memory.
-        nodes: the number of entries of each dict or tuple in a step, by the part of the
-            step and the path in it. Later steps must have as many.
+        nodes: the names of the entries of each dict or tuple in a step: the part of the
+            step, the path in it, the names. Later steps must have the same.
         lane: the lane to which the step belongs; None: it is a step of all lanes.
     """
 
     def __init__(
-        self, columns: StepColumns, nodes: list[tuple[str, Key, int]], lane: int | None
+        self, columns: StepColumns, nodes: list[tuple[str, Key, Key]], lane: int | None
     ) -> None:
-        self.columns, self._nodes, self._lane = columns, nodes, lane
+        self.columns, self._nodes = columns, nodes
         self._writer = StepWriter(columns.staged, lane)
 
     @classmethod
@@ -64,22 +44,24 @@ class LoopStep:
 
         Raises:
             SchemaError: the step is no transition of the buffer.
+            TypeError: the buffer cannot write single lanes.
         """
-        transition = make_transition(*step[:-1], **step.extras)
-        schema = buffer.with_trajectory_ids(transition, transition.ndim)
         storage = buffer.storage
+        if storage.ndim > 2:
+            raise SchemaError(
+                f"add_step writes rows [T] or [T, E], these have ndim={storage.ndim}: use add(make_transition(...))"
+            )
+        if lane is not None:
+            buffer.refuse_lanes("lane=")
+        leaves = [] if storage.layout is None else storage.layout.leaves
+        stored = {leaf.key: leaf for leaf in leaves}
+        transition = as_transition(_as_stored(step, stored))
+        schema = buffer.with_trajectory_ids(transition, transition.ndim)
         lead = storage.ndim - 1 if lane is None else 0
         if schema.ndim != lead:
-            expected = "a single environment" if not lead else "E environments"
-            raise SchemaError(
-                f"'terminated' has shape {[*schema.shape]}, expected that of {expected}, because the rows are "
-                f"{'[T, E]' if storage.ndim > 1 else '[T]'} and lane={lane}"
-            )
+            _refuse_lead(schema.shape, storage.ndim, lane)
         if not lead:
             schema = schema.unsqueeze(0)
-        layout = storage.layout
-        leaves = [] if layout is None else layout.leaves
-        stored = {leaf.key: leaf for leaf in leaves}
         for key, value in [*walk(schema)]:
             leaf = stored.get(key)
             if leaf is not None and leaf.shape == value.shape[1:]:
@@ -96,51 +78,75 @@ class LoopStep:
         """
         values = step.parts()
         try:
-            for part, path, size in self._nodes:
+            for part, path, names in self._nodes:
                 node = part_of(values[part], path)
-                if len(node) != size:
-                    _refuse_entries(part, path, node, size)
+                is_plain = type(node) is dict or type(node) is tuple
+                # a name that is missing raises an error below
+                if len(node if is_plain else entries(node) or ()) != len(names):
+                    _refuse_entries((part, *path), node, names)
             for part, value in values.items():
                 self.columns.fill(part, value)
-        except (KeyError, IndexError, TypeError) as error:
+        except SchemaError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise SchemaError(
-                f"this step has other entries than the first one ({error!r}): give the same keys in each step"
+                f"a step has other entries than the first one ({error!r}): give the same keys in each step"
             ) from error
         self.columns.fill_outcome(step.reward, step.terminated, step.truncated)
 
     def write(self, buffer: ReplayBuffer, *, begins: bool = False) -> None:
         """Write the step; ``begins``: another actor takes the lane over with it."""
         if begins:
-            buffer.extend(self.columns.staged.rows, lanes=Beginning(self._lane or 0))
+            self._writer.begin(buffer)
         else:
             self._writer.write(buffer)
 
 
+def _as_stored(step: GymnasiumStep, stored: dict[Key, Leaf]) -> GymnasiumStep:
+    """Convert flags to bool, and rewards to float64 if the rows hold them so, as
+    :class:`StepColumns` does."""
+    ended = _as_flags(step.terminated, "terminated")
+    cut = _as_flags(step.truncated, "truncated")
+    reward, leaf = step.reward, stored.get(REWARD)
+    if leaf is not None and leaf.dtype is torch.float64:
+        array = as_array(reward, REWARD)
+        reward = torch.empty(array.shape, dtype=torch.float64, device="cpu")
+        fill_(reward.numpy(), array, REWARD)
+    return step._replace(reward=reward, terminated=ended, truncated=cut)
+
+
+def _as_flags(value: object, name: str) -> np.ndarray:
+    array = as_array(value, ("next", name))
+    flags = np.empty(array.shape, bool)
+    fill_(flags, array, ("next", name))
+    return flags
+
+
 def _structure(
     step: GymnasiumStep,
-) -> tuple[dict[str, Paths], list[tuple[str, Key, int]]]:
+) -> tuple[dict[str, Paths], list[tuple[str, Key, Key]]]:
     """Return where the values of each part go, and the nodes of the parts."""
     paths: dict[str, Paths] = {}
-    nodes: list[tuple[str, Key, int]] = []
+    nodes: list[tuple[str, Key, Key]] = []
     for part, value in step.parts().items():
         leaves: list[Key] = []
-        for path, size in _visit(value):
-            if size is None:
+        for path, names in _visit(value):
+            if names is None:
                 leaves.append(path)
             else:
-                nodes.append((part, path, size))
+                nodes.append((part, path, names))
         paths[part] = [(_key_of(part, value, path), path) for path in leaves]
     return paths, nodes
 
 
-def _visit(value: Any, path: Key = ()) -> Any:
-    """Yield each path in nested dicts and tuples, with the number of entries there;
+def _visit(value: Any, path: Key = ()) -> Iterator[tuple[Key, Key | None]]:
+    """Yield each path in nested dicts and tuples, with the names of the entries there;
     None: a leaf."""
     items = entries(value)
     if items is None:
         yield path, None
         return
-    yield path, len(items)
+    yield path, tuple(items)
     for name, item in items.items():
         yield from _visit(item, (*path, name))
 
@@ -156,9 +162,19 @@ def _key_of(part: str, value: Any, path: Key) -> Key:
     return ("next", *key) if part == "next" else key
 
 
-def _refuse_entries(part: str, path: Key, node: Any, size: int) -> None:
-    where = ", ".join((part, *path))
-    names = [*(entries(node) or ())]
+def _refuse_entries(path: Key, node: Any, names: Key) -> NoReturn:
+    now = [*(entries(node) or ())]
     raise SchemaError(
-        f"{where} has the entries {names} in this step, {size} in the first one: give the same keys"
+        f"{show_key(path)} has the entries {now}, in the first step {[*names]}: give the same in each step"
     )
+
+
+def _refuse_lead(shape: torch.Size, ndim: int, lane: int | None) -> NoReturn:
+    got = f"'terminated' has shape {tuple(shape)}"
+    if lane is not None:
+        how = "lane= takes the step of one environment: give one bool"
+    elif ndim > 1:
+        how = "rows [T, E] take steps of E environments: give bools [E], or lane=e for the step of environment e"
+    else:
+        how = "rows [T] take the steps of one environment: give one bool, or make the buffer with from_env(env, ...)"
+    raise SchemaError(f"{got}, but {how}")

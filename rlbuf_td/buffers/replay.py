@@ -37,7 +37,7 @@ from rlbuf_td.buffers.arguments import (
 )
 from rlbuf_td.buffers.flow import FlowControl, make_flow
 from rlbuf_td.buffers.lane import Lane
-from rlbuf_td.buffers.loop_step import GymnasiumStep, LoopStep
+from rlbuf_td.buffers.loop_step import LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
@@ -70,6 +70,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
+from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
@@ -1185,9 +1186,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self._initialize()
         # by lane, for this thread
         steps: dict[Any, LoopStep] = vars(self._loop_steps)
+        if lane is not None and type(lane) is not int:
+            lane = whole(0)("lane", lane)
         memory = steps.pop(lane, None)
         if memory is None:
-            lane = None if lane is None else whole(0)("lane", lane)
             memory = LoopStep.like(self, step, lane)
         memory.fill(step)
         memory.write(self, begins=begins)
@@ -1407,8 +1409,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if not is_plain or transforms:
             data = writing.without_report(data)
         if lanes is not None:
-            if fault := self.parts.fault_of_lanes:
-                raise TypeError(f"lanes= {fault}")
+            self.refuse_lanes("lanes=")
         elif self.parts.writes_generally:
             return (
                 super().add(data)
@@ -1422,8 +1423,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     (0, self._storage.ndim), dtype=torch.long, device="cpu"
                 )
         elif rows is not None and self.parts.prioritized is not None:
-            key = self.priority_key
-            update_priority &= key in rows.layout.names or key in rows.layout.places
+            update_priority &= self._has_errors(rows.layout)
         time_dim = self._dim_extend if how == "extend" and lanes is None else 0
         with self._storage.lock:
             # under the lock: another thread may have replaced a part
@@ -1480,15 +1480,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         parts = self.parts
         if parts is None or parts.notices or not parts.writes_directly:
             return False
-        counts = self.flow is not None or self.episode_stats is not None
-        if counts or self.lane_key is not None or not plan.tells_nobody:
+        if self.lane_key is not None or not plan.tells_nobody:
             return False
         if type(parts.writer).write is not TimeWriter.write:
             return False
         own = type(self)
         if own.add is not ReplayBuffer.add or own.extend is not ReplayBuffer.extend:
             return False  # a subclass does more
-        return self.priority_key not in plan.rows.layout.places
+        return parts.prioritized is None or not self._has_errors(plan.rows.layout)
 
     def _prepared(self, data: TensorDictBase, dims: int) -> Any:
         """Transform data whose first ``dims`` dims index rows, and check the entries
@@ -1508,6 +1507,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if self._storage.rows is None:
                 writing.warn_of_long_rows(self.parts, data, dims)
         return data
+
+    def _has_errors(self, layout: RowLayout) -> bool:
+        """Whether rows hold TD errors, which set the priorities of new rows."""
+        return self.priority_key in layout.names or self.priority_key in layout.places
 
     def _errors_in(
         self, data: TensorDictBase, dims: int, time_dim: int, reduction: str
@@ -1558,6 +1561,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             return data
         ids = torch.zeros(data.batch_size[:dims], dtype=torch.int64, device="cpu")
         return data.copy().set(TRAJ_KEY, ids)
+
+    def refuse_lanes(self, argument: str) -> None:
+        """Raise a TypeError if single lanes cannot be written; ``argument`` asks for
+        them."""
+        if fault := self._initialize().fault_of_lanes:
+            raise TypeError(f"{argument} {fault}")
 
     @property
     def takes_lanes(self) -> bool:

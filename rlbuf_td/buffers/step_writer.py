@@ -13,9 +13,12 @@ from tensordict import TensorDict
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.torchrl_parts import modules_of
 from rlbuf_td.storages.write_plan import CompiledWrites, StagedRows, WritePlan
+from rlbuf_td.storages.writes import Beginning
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
+
+_MODULES = "rlbuf_td.", "torchrl."
 
 
 class StepWriter:
@@ -44,10 +47,7 @@ class StepWriter:
         self._some: StagedRows | None = None
         lanes = self.staged.size
         self._lane_ids = np.full(lanes, self.lane or 0, np.int64)
-        self._chosen = StagedStep(
-            {key: np.empty_like(each) for key, each in self.staged.columns.items()},
-            self.staged.is_flat,
-        )
+        self._chosen = self.staged.like_this()
 
     def write(self, buffer: ReplayBuffer, lanes: np.ndarray | None = None) -> None:
         """Write the step, or the rows of ``lanes``, a mask ``[E]``.
@@ -68,6 +68,8 @@ class StepWriter:
             if (
                 staged is not None
                 and not self._transforms
+                and buffer.flow is None
+                and buffer.episode_stats is None
                 and not buffer._service_shutdown
                 and storage._slot_generations is None
             ):
@@ -107,24 +109,43 @@ class StepWriter:
             np.compress(lanes, column, 0, out=self._chosen.columns[key][:count])
         return count
 
+    def begin(self, buffer: ReplayBuffer) -> None:
+        """Write the step to the lane, which another actor takes over with it."""
+        lane = Beginning(self.lane or 0)
+        buffer.extend(self._rows_for(buffer), lanes=lane)
+
     def _write_rows(self, buffer: ReplayBuffer, lanes: np.ndarray | None) -> None:
         """Write the step as a TensorDict."""
-        rows, target = self.staged.rows, self.lane
+        rows = self._rows_for(buffer)
         if lanes is not None:
-            rows = cast("TensorDict", rows[torch.from_numpy(lanes)])
-            target = lanes.nonzero()[0]
-        # a transform may modify them
-        rows = rows.clone() if len(buffer.transform) else rows
-        if target is None:
-            buffer.add(rows)
+            some = cast("TensorDict", rows[torch.from_numpy(lanes)])
+            buffer.extend(some, lanes=lanes.nonzero()[0])
+        elif self.lane is not None:
+            buffer.extend(rows, lanes=self.lane)
         else:
-            buffer.extend(rows, lanes=target)
+            buffer.add(rows)
+
+    def _rows_for(self, buffer: ReplayBuffer) -> TensorDict:
+        """Return the step; a copy, if code of others may modify or keep it."""
+        rows = self.staged.rows
+        is_seen = len(buffer.transform) or not (
+            _is_ours(buffer) and _is_ours(buffer.writer)
+        )
+        return rows.clone() if is_seen else rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {"staged": self.staged, "lane": self.lane}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
+
+
+def _is_ours(part: Any) -> bool:
+    """Whether this package or TorchRL has written how a part writes."""
+    return all(
+        getattr(type(part), name).__module__.startswith(_MODULES)
+        for name in ("add", "extend")
+    )
 
 
 def _no_plan() -> None:

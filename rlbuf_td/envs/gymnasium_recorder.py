@@ -15,8 +15,14 @@ from rlbuf_td.envs.recorder import (
     fill_final_,
     fill_info_,
 )
-from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, tensors_of
-from rlbuf_td.envs.step_columns import to_array
+from rlbuf_td.envs.specs import (
+    Key,
+    after_step,
+    as_array,
+    paths_of,
+    schema_of,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -126,7 +132,8 @@ class GymnasiumRecorder(Recorder):
         }
         self._fit(schema.unsqueeze(0) if single else schema, single=single)
         for path, default in self._infos.items():
-            value = torch.as_tensor(to_array(tensors_of(default, *path)), device="cpu")
+            array = as_array(tensors_of(default, *path), path)
+            value = torch.as_tensor(array, device="cpu")
             value = value if single else value.expand(self._lanes, *value.shape)
             self._add_entry(self._schema, ("next", *path), value)
         if self._mode == "NextStep" and self._lanes > 1 and not self.buffer.takes_lanes:

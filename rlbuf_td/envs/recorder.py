@@ -16,8 +16,15 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.specs import ACTION_MASK, Key, Paths, show_extra, tensors_of
-from rlbuf_td.envs.step_columns import REWARD, StepColumns, fill_, part_of, to_array
+from rlbuf_td.envs.specs import (
+    ACTION_MASK,
+    Key,
+    Paths,
+    as_array,
+    show_extra,
+    tensors_of,
+)
+from rlbuf_td.envs.step_columns import REWARD, StepColumns, fill_, part_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
@@ -252,7 +259,7 @@ class Recorder:
     def _make_rows(self, extras: Mapping[Key, object]) -> None:
         schema = self._schema.copy()
         for key, value in extras.items():
-            self._add_entry(schema, key, tensors_of(to_array(value), *key))
+            self._add_entry(schema, key, tensors_of(as_array(value, key), *key))
         staged = StagedStep.like(schema, self._flat)
         self._columns = StepColumns(staged, self._single, self._parts)
         self._writer = self.buffer.step_writer(staged, self._lane)

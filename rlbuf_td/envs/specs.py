@@ -193,6 +193,27 @@ def refuse_taken(keys: Iterable[str]) -> None:
         )
 
 
+def as_array(value: object, key: Key) -> np.ndarray:
+    """Convert an array, number or tensor without a copy if possible.
+
+    Raises:
+        SchemaError: a nested list has rows of unlike lengths.
+    """
+    if isinstance(value, torch.Tensor):
+        try:
+            return value.numpy(force=True)
+        except (
+            TypeError
+        ):  # NumPy lacks bfloat16 and float8, which float32 holds exactly
+            return value.float().numpy(force=True)
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise SchemaError(
+            f"{show_key(key)} is a {type(value).__name__} whose items differ in shape: give an array"
+        ) from error
+
+
 def tensors_of(value: object, name: str, *path: str) -> Any:
     """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors,
     without copies if possible."""
@@ -203,7 +224,7 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
         return value
     if isinstance(value, bool | int | float):
         return torch.tensor(value, device="cpu")
-    array = np.asarray(value)
+    array = as_array(value, (name, *path))
     if (
         not array.flags.writeable
         or min(array.strides, default=0) < 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.envs.specs import Key, Paths, show_extra, tensors_of
+from rlbuf_td.envs.specs import Key, Paths, as_array, show_extra, tensors_of
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
 from rlbuf_td.storages.staged_step import StagedStep
 
@@ -53,9 +53,11 @@ class StepColumns:
         # without their last dim, which rows alone have
         self._terminated = self.values[_TERMINATED][..., 0]
         self._truncated = self.values[_TRUNCATED][..., 0]
-        self._rewards = self.values[REWARD]
-        self._reward = self._rewards[..., 0] if self._rewards.ndim else self._rewards
-        self._exact_square = _EXACT.get(self._reward.dtype, 127) ** 2
+        self._rewards = rewards = self.values[REWARD]
+        # a single reward comes without it, too
+        is_one = rewards.shape == (*self._terminated.shape, 1)
+        self._reward = rewards[..., 0] if is_one else rewards
+        self._exact = _EXACT.get(rewards.dtype, 127)
         self._ended = columns[_TERMINATED][:, 0]
         self._cut = columns[_TRUNCATED][:, 0]
         #: Where an episode ends, ``[E]``.
@@ -87,20 +89,24 @@ class StepColumns:
         return _TRUE in self.done.tobytes()
 
     def _fill_reward(self, reward: object) -> None:
-        if isinstance(reward, float) and not self._reward.shape:
-            largest_square = reward * reward
+        column = self._reward
+        if isinstance(reward, float) and not column.shape:
+            is_exact = abs(reward) <= self._exact
         else:
-            reward = reward if type(reward) is np.ndarray else to_array(reward)
-            is_usual = reward.dtype.kind == "f" and reward.ndim <= 1
-            is_usual = is_usual and reward.shape == self._reward.shape
-            # not below the square of any of them, and NaN if one is
-            largest_square = reward.dot(reward) if is_usual else np.nan
-        if largest_square <= self._exact_square:
-            self._reward[...] = reward
+            reward = reward if type(reward) is np.ndarray else as_array(reward, REWARD)
+            is_usual = reward.dtype in _EXACT and reward.ndim == 1
+            # the sum of squares is above the square of each, and NaN if one is
+            is_exact = (
+                is_usual
+                and reward.shape == column.shape
+                and reward.dot(reward) <= self._exact**2
+            )
+        if is_exact:
+            column[...] = reward
             return
-        array = to_array(reward)
-        if array.shape == self._reward.shape:
-            fill_(self._reward, array, REWARD)
+        array = as_array(reward, REWARD)
+        if array.shape == column.shape:
+            fill_(column, array, REWARD)
         elif array.shape == self._rewards.shape:
             fill_(self._rewards, array, REWARD)
         else:
@@ -114,7 +120,7 @@ class StepColumns:
         dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
         example = show_extra(REWARD, torch.empty(shape, dtype=dtype, device="meta"))
         raise SchemaError(
-            f"{fault}: make the buffer with from_env(env, ..., {example})"
+            f"{fault}: give rewards of this shape, or make the buffer with from_env(env, ..., {example})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,14 +136,6 @@ def part_of(value: Any, path: Key) -> Any:
     return value
 
 
-def to_array(value: object) -> np.ndarray:
-    return (
-        value.detach().cpu().numpy()
-        if isinstance(value, torch.Tensor)
-        else np.asarray(value)
-    )
-
-
 def fill_(column: np.ndarray, value: object, key: Key) -> None:
     """Copy a value into a column of equal shape.
 
@@ -148,7 +146,7 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
     if isinstance(value, _FLAGS) and column.dtype is _BOOL and not column.shape:
         column[...] = value
         return
-    array = value if type(value) is np.ndarray else to_array(value)
+    array = value if type(value) is np.ndarray else as_array(value, key)
     if array.shape != column.shape:
         raise SchemaError(
             f"{show_key(key)} came with shape {array.shape}, expected {column.shape}"
@@ -160,12 +158,14 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
 
 def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
     if np.can_cast(array.dtype, dtype, "same_kind"):
-        if not (np.abs(array) <= _EXACT.get(dtype, 127)).all():
+        if not _is_below(array, _EXACT.get(dtype, 127)):
             given, expected = (
                 tensors_of(array.reshape(-1), *key),
                 torch.from_numpy(np.empty(0, dtype)).dtype,
             )
             refuse_rounding(key, given, expected, _WIDER.format(show_key(key)))
+            with np.errstate(over="ignore"):  # beyond the dtype: infinite, as in torch
+                return array.astype(dtype)
         return array
     if array.dtype.kind in "biuf":
         with np.errstate(invalid="ignore"):  # NaN has no integer value
@@ -175,6 +175,13 @@ def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
     raise SchemaError(
         f"{show_key(key)} came as {array.dtype}, expected {dtype}: cast it first"
     )
+
+
+def _is_below(array: np.ndarray, limit: int) -> bool:
+    """Whether the size of all numbers is below ``limit``."""
+    if array.dtype.kind == "i":  # the least one has no absolute value
+        array = array.astype(np.float64)
+    return bool((np.abs(array) < limit).all())
 
 
 def fill_parts_(

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 
 from rlbuf_td.envs.specs import OBSERVATION, entries, refuse_taken, tensors_of
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
+
+
+class GymnasiumStep(NamedTuple):
+    """One step of Gymnasium environments; see :func:`make_transition`."""
+
+    observation: Any
+    action: Any
+    reward: Any
+    next_observation: Any
+    terminated: Any
+    truncated: Any
+    extras: Mapping[str, Any]
+
+    def parts(self) -> dict[str, Any]:
+        """Return the parts that may have keys of their own."""
+        return {
+            "observation": self.observation,
+            "action": self.action,
+            "next": self.next_observation,
+            "extras": self.extras,
+        }
 
 
 def make_transition(
@@ -63,21 +85,30 @@ def make_transition(
         >>> step["image"].dtype, step["next", "done"], step["next", "reward"]
         (torch.uint8, tensor([True]), tensor([1.]))
     """
+    outcome = reward, next_obs, terminated, truncated
+    return as_transition(GymnasiumStep(obs, action, *outcome, extras))
+
+
+def as_transition(step: GymnasiumStep) -> TensorDict:
+    """Return a step as :func:`make_transition` does; its extras may have any names."""
     flags = {
-        "terminated": _flag(terminated, "terminated"),
-        "truncated": _flag(truncated, "truncated"),
+        "terminated": _flag(step.terminated, "terminated"),
+        "truncated": _flag(step.truncated, "truncated"),
     }
     lanes = flags["terminated"].shape
     if (shape := flags["truncated"].shape) != lanes:
         raise SchemaError(
             f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}"
         )
-    observed = _observation(obs), _observation(next_obs, "next")
-    root = observed[0] | {"action": tensors_of(action, "action")}
-    after = observed[1] | {"reward": _reward(reward, lanes)}
+    observed = (
+        _observation(step.observation),
+        _observation(step.next_observation, "next"),
+    )
+    root = observed[0] | {"action": tensors_of(step.action, "action")}
+    after = observed[1] | {"reward": _reward(step.reward, lanes)}
     after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
     after["done"] = after["terminated"] | after["truncated"]
-    more = tensors_of(extras, "extras")
+    more = tensors_of(step.extras, "extras")
     for part, added in ((after, more.pop("next", {})), (root, more)):
         if not isinstance(added, dict):
             raise SchemaError(
@@ -89,15 +120,15 @@ def make_transition(
                     f"the extra {key!r} has the name of an existing entry"
                 )
         part.update(added)
-    step = _batch(root | {"next": after}, lanes)
+    transition = _batch(root | {"next": after}, lanes)
     _refuse_unlike(*observed)
-    return step
+    return transition
 
 
 def _observation(obs: Any, *path: str) -> dict[str, Any]:
     if entries(obs) is None or isinstance(obs, tuple):
         return {OBSERVATION: tensors_of(obs, *path, OBSERVATION)}
-    refuse_taken(obs)
+    refuse_taken(obs.keys())
     return {key: tensors_of(value, *path, key) for key, value in obs.items()}
 
 

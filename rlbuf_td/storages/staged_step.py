@@ -21,13 +21,15 @@ class StagedStep:
 
     Args:
         columns: a contiguous array ``[E, *shape]`` for each leaf of the rows.
-        is_flat: whether the rows are ``[T]``; E is 1 then.
+        nodes: the nested TensorDicts of a step, without leaves.
     """
 
     def __init__(
-        self, columns: Mapping[tuple[str, ...], np.ndarray], is_flat: bool
+        self, columns: Mapping[tuple[str, ...], np.ndarray], nodes: TensorDict
     ) -> None:
-        self.columns, self.is_flat = dict(columns), is_flat
+        self.columns, self._nodes = dict(columns), nodes
+        #: Whether the rows are ``[T]``; E is 1 then.
+        self.is_flat = not nodes.ndim
         self.size = len(next(iter(self.columns.values())))
         #: The step over the same memory as :meth:`ReplayBuffer.add` takes it.
         self.rows = self._as_rows()
@@ -35,7 +37,7 @@ class StagedStep:
     @classmethod
     def like(cls, schema: TensorDict, is_flat: bool) -> StagedStep:
         """Return a step of zeros, with the keys, dtypes and shapes of ``schema``,
-        ``[E]``.
+        ``[E]``; ``is_flat``: for rows ``[T]``.
 
         Raises:
             SchemaError: NumPy lacks a dtype, such as bfloat16.
@@ -49,10 +51,16 @@ class StagedStep:
                     f"{show_key(key)} is {value.dtype}, which NumPy lacks: write TensorDicts, with add"
                 ) from error
             columns[key] = np.zeros(value.shape, dtype)
-        return cls(columns, is_flat)
+        nodes = schema[0] if is_flat else schema
+        return cls(columns, nodes.empty(recurse=True, device="cpu"))
+
+    def like_this(self) -> StagedStep:
+        """Return another step with memory of its own."""
+        columns = {key: np.empty_like(each) for key, each in self.columns.items()}
+        return StagedStep(columns, self._nodes)
 
     def _as_rows(self) -> TensorDict:
-        rows = TensorDict({}, [] if self.is_flat else [self.size], device="cpu")
+        rows = self._nodes.copy()
         for key, column in self.columns.items():
             rows.set(key, torch.from_numpy(column[0, ...] if self.is_flat else column))
         return rows
@@ -70,7 +78,7 @@ class StagedStep:
         return [self.columns[leaf.key].ctypes.data for leaf in layout.leaves]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"columns": self.columns, "is_flat": self.is_flat}
+        return {"columns": self.columns, "nodes": self._nodes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
