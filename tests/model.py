@@ -618,7 +618,8 @@ class World:
         step = as_step(rows if self.model.lanes and lane is None else rows[0])
         if writer is None and lane is not None:
             step["lane"] = lane
-        (writer or self.rb).add_step(**step)
+        # an empty lane is false
+        (self.rb if writer is None else writer).add_step(**step)
         self.tell([*zip(lanes, rows, strict=True)])
 
     def append(self, lanes: Sequence[int]) -> Any:

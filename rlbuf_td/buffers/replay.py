@@ -1191,7 +1191,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         memory = steps.pop(lane, None)
         if memory is None:
             memory = LoopStep.like(self, step, lane)
-        memory.fill(step)
+        try:
+            memory.fill(step)
+        except SchemaError:
+            LoopStep.like(self, step, lane)  # an error about the whole step says more
+            raise
         memory.write(self, begins=begins)
         steps[lane] = memory  # not after an error: the next step is seen as a first one
 

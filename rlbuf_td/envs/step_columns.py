@@ -20,7 +20,7 @@ _WIDER = "store it in float64, with from_env(env, ..., extras=...) and an exampl
 #: The largest number up to which a dtype holds every whole number; for other dtypes, at
 #: least 127.
 _EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
-_BOOL = np.dtype(bool)
+_BOOL, _DOUBLE = np.dtype(bool), np.dtype(np.float64)
 _FLAGS = bool, np.bool_
 _TRUE = b"\x01"
 
@@ -94,12 +94,8 @@ class StepColumns:
             is_exact = abs(reward) <= self._exact
         else:
             reward = reward if type(reward) is np.ndarray else as_array(reward, REWARD)
-            is_usual = reward.dtype in _EXACT and reward.ndim == 1
-            # the sum of squares is above the square of each, and NaN if one is
-            is_exact = (
-                is_usual
-                and reward.shape == column.shape
-                and reward.dot(reward) <= self._exact**2
+            is_exact = reward.shape == column.shape and (
+                reward.dtype is column.dtype or self._is_exact(reward)
             )
         if is_exact:
             column[...] = reward
@@ -111,6 +107,14 @@ class StepColumns:
             fill_(self._rewards, array, REWARD)
         else:
             self._refuse_reward(array.shape)
+
+    def _is_exact(self, rewards: np.ndarray) -> bool:
+        """Whether it is quickly found that the rows hold all whole numbers."""
+        if rewards.ndim != 1 or rewards.dtype is not _DOUBLE:
+            return False
+        with np.errstate(over="ignore"):
+            # not below the square of any of them, and NaN if one is
+            return rewards.dot(rewards) <= self._exact**2
 
     def _refuse_reward(self, shape: tuple[int, ...]) -> None:
         column = self._rewards
@@ -179,8 +183,9 @@ def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
 
 def _is_below(array: np.ndarray, limit: int) -> bool:
     """Whether the size of all numbers is below ``limit``."""
-    if array.dtype.kind == "i":  # the least one has no absolute value
-        array = array.astype(np.float64)
+    # the least integer has no absolute value, and float16 may not hold the limit
+    if array.dtype.kind in "if":
+        array = array.astype(np.float64, copy=False)
     return bool((np.abs(array) < limit).all())
 
 

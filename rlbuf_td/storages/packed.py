@@ -84,6 +84,7 @@ from rlbuf_td.storages.write_plan import (
     Record,
     TorchWrites,
     WritePlan,
+    refuse_lanes,
     unwritable,
 )
 from rlbuf_td.storages.writes import (
@@ -877,7 +878,7 @@ class PackedStorage(LazyTensorStorage):
         write."""
         self._enter()
         if lanes is not None:
-            self._fix_lanes(data)
+            self._fix_lanes(data, lanes)
         else:
             self._admit(data.transpose(0, 1) if lanes_first else data, single)
         with torch.inference_mode(False):
@@ -1336,27 +1337,32 @@ class PackedStorage(LazyTensorStorage):
             self._fix_rows(data, self.ndim - single)
         return self.all_rows()
 
-    def _fix_lanes(self, data: TensorDictBase) -> None:
-        """Allocate rows for the first write to single lanes; a ValueError if the number
-        of lanes is unknown."""
+    def _fix_lanes(self, data: TensorDictBase, lanes: object) -> None:
+        """Allocate rows for the first write to single lanes.
+
+        Raises:
+            ValueError: the number of lanes is unknown.
+            IndexError: a lane is out of range; no rows have been allocated.
+        """
         if self.ndim != 2:
             raise ValueError(
                 f"lanes= needs a storage [T, E], PackedStorage(max_size, ndim=2), this one has ndim={self.ndim}"
             )
         if self.rows is None and self.shared_rows is not None:
             self.shared_rows.find()
-        lanes = self.lane_count
-        if lanes is None:
+        count = self.lane_count
+        if count is None:
             raise ValueError(
                 "the number of lanes is not known before the first write: give it, PackedStorage(max_size, ndim=2, "
                 "lanes=E)"
             )
+        refuse_lanes(as_lanes(lanes, len(data)).numpy(), count)
         if self.rows is None or self.is_reserved:
             self._fix_rows(
                 cast("TensorDictBase", data[:1])
                 .exclude("index")
                 .squeeze(0)
-                .expand(lanes),
+                .expand(count),
                 1,
             )
 

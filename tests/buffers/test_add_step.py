@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,11 +43,12 @@ from rlbuf_td import (
     make_transition,
     schema_of,
 )
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from tests.backends import forced
 from tests.catalogue import SCHEMAS, assert_same, reward_fn, transitions
 from tests.test_lockstep import forked
 
-STEPS, LANES, ROWS = 7, 3, 21
+STEPS, LANES = 7, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -193,12 +196,18 @@ def of_class(cls: Any, *sizes: Any, **given: Any) -> Callable[[Path], ReplayBuff
 
 
 class Doubles(Transform):
-    """Modifies rows where they are, replaces an entry, and adds one, on writing."""
+    """Modifies rows where they are, and replaces an entry, on writing."""
 
     def _inv_call(self, tensordict: Any) -> Any:
         tensordict["achieved_goal"].mul_(2)
-        tensordict["next", "achieved_goal"] = tensordict["next", "achieved_goal"] * 2
-        return tensordict.set("twice", torch.ones(tensordict.batch_size))
+        after = tensordict["next", "achieved_goal"] * 2
+        return tensordict.set(("next", "achieved_goal"), after)
+
+
+class Adds(Doubles):
+    def _inv_call(self, tensordict: Any) -> Any:
+        size = tensordict.batch_size
+        return super()._inv_call(tensordict).set("twice", torch.ones(size))
 
 
 class ByThrees(ReplayBuffer):
@@ -235,8 +244,11 @@ def reserved(lanes: int | None, **given: Any) -> Callable[[Path], ReplayBuffer]:
         schema = schema_of(transition(**Steps().make(lanes)))
         generator = torch.Generator().manual_seed(3)
         rows = STEPS * (lanes or 1)
-        given_here = {"batch_size": 4, "generator": generator} | given
-        rb = ReplayBuffer.from_schema(schema, rows, **given_here)
+        made = {
+            name: part() if callable(part) else part for name, part in given.items()
+        }
+        how = {"batch_size": 4, "generator": generator} | made
+        rb = ReplayBuffer.from_schema(schema, rows, **how)
         rb._has_environment = True  # as from_env says
         return rb
 
@@ -269,7 +281,7 @@ for _lanes in (None, LANES):
             OPTIONS["frames"] | {"shared": True}, sampler=SAMPLERS["rank"]
         ),
         "statistics": _over(stats=EpisodeStats),
-        "transform": _over(transform=Doubles),
+        "transform": _over(transform=Adds),
         "flow control": _over(samples_per_insert=1.0, min_size=2, tolerance=1e9),
         "device": _over(device="cpu"),
         "subclass": _over(cls=lambda: ByThrees),
@@ -395,7 +407,7 @@ def test_extras_of_every_kind_are_stored(schema):
 def test_bfloat16_is_refused_with_a_way_that_works(tmp_path):
     rb, step = over()(tmp_path), Steps().make()
     step["hidden"] = torch.zeros(2, dtype=torch.bfloat16)
-    with pytest.raises(SchemaError, match="'hidden' is torch.bfloat16.*with add"):
+    with pytest.raises(SchemaError, match=r"'hidden' is torch.bfloat16.*with add"):
         rb.add_step(**step)
     rb.add(transition(**step))
     assert rb[0]["hidden"].dtype is torch.bfloat16
@@ -511,3 +523,438 @@ def test_tensors_of_any_kind_are_steps():
         obs=0.0,
     )
     assert rb[-1]["place"].tolist() == [1.0, 1.0]
+
+
+# -- what happens between two steps
+
+
+def copied_by(copier: Callable[[Any], Any]) -> Callable[[Twins, Path], None]:
+    def change(twins: Twins, folder: Path) -> None:
+        twins.rb, twins.twin = map(copier, twins.both)
+
+    return change
+
+
+def with_both(change: Callable[..., Any]) -> Callable[[Twins, Path], None]:
+    def change_both(twins: Twins, folder: Path) -> None:
+        for number, each in enumerate(twins.both):
+            change(each, folder / f"part{number}")
+
+    return change_both
+
+
+def load_dump(rb: ReplayBuffer, folder: Path) -> None:
+    rb.dumps(folder)
+    rb.add_step(**Steps(9).make(LANES))
+    rb.loads(folder)
+
+
+def load_state(rb: ReplayBuffer, folder: Path) -> None:
+    state = copy.deepcopy(rb.state_dict())
+    rb.empty()
+    rb.load_state_dict(state)
+
+
+def load_another(rb: ReplayBuffer, folder: Path) -> None:
+    """Load rows of another number of slots."""
+    steps = Steps(9)
+    other = ReplayBuffer(storage=PackedStorage(4 * LANES, ndim=2), batch_size=4)
+    for _ in range(6):
+        step = steps.make(LANES)
+        if rb.storage.layout is not None and TRAJ_KEY in rb.storage.layout.places:
+            step["collector"] = {"traj_ids": np.zeros(LANES, np.int64)}
+        other.add_step(**step)
+    other.dumps(folder)
+    rb.loads(folder, rows_only=True)
+
+
+def replace_storage(rb: ReplayBuffer, folder: Path) -> None:
+    rb.set_storage(PackedStorage(STEPS * LANES, ndim=2, lanes=LANES))
+
+
+def replace_parts(rb: ReplayBuffer, folder: Path) -> None:
+    rb.set_sampler(RankSampler(STEPS * LANES))
+    rb.set_writer(RingWriter())
+
+
+def count_episodes(rb: ReplayBuffer, folder: Path) -> None:
+    rb.episode_stats = EpisodeStats()
+
+
+def attach_another(rb: ReplayBuffer, folder: Path) -> None:
+    sampler = ProportionalSampler(STEPS * LANES)
+    rb.other = ReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=4)
+
+
+def update(rb: ReplayBuffer, folder: Path) -> None:
+    batch = rb.sample()
+    batch["td_error"] = torch.linspace(1, 9, len(batch))
+    rb.update_tensordict_priority(batch)
+
+
+CHANGES: dict[str, Callable[[Twins, Path], Any]] = {
+    "empty": with_both(lambda rb, folder: rb.empty()),
+    "load a dump": with_both(load_dump),
+    "load a state": with_both(load_state),
+    "load another buffer": with_both(load_another),
+    "share": with_both(lambda rb, folder: rb.share()),
+    "set_storage": with_both(replace_storage),
+    "set_sampler, set_writer": with_both(replace_parts),
+    "count episodes": with_both(count_episodes),
+    "append_transform": with_both(lambda rb, folder: rb.append_transform(Doubles())),
+    "attach another": with_both(attach_another),
+    "look up": with_both(lambda rb, folder: TrajectoryIndex(rb.storage)),
+    "update": with_both(update),
+    "deepcopy": copied_by(copy.deepcopy),
+    "pickle": copied_by(lambda rb: pickle.loads(pickle.dumps(rb))),
+}
+
+
+@pytest.mark.parametrize("kind", ["proportional", "share_next", "reserved"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_go_on_after_what_changes_a_buffer(change, kind, tmp_path):
+    if kind != "proportional" and change == "update":
+        pytest.skip("there are no priorities")
+    twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
+    for count in (5, STEPS + 1):  # also where both ways are in use
+        twins.write(count)
+        twins.write_lanes(1)
+        CHANGES[change](twins, tmp_path / str(count))
+        twins.write(3)
+        twins.write_lanes(2, 0, 0)
+        twins.check()
+        others = [vars(each).get("other") for each in twins.both]
+        if others[0] is not None:
+            assert state_of(others[0])[0] == state_of(others[1])[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_of_changes_leave_equal_buffers(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    twins = Twins(KINDS["proportional", LANES], tmp_path, LANES)
+    twins.write()
+    for number, name in enumerate(rng.permutation([*CHANGES])):
+        # a shared buffer refuses other parts
+        if not (name.startswith("set_") and twins.rb.shared):
+            CHANGES[name](twins, tmp_path / str(number))
+        twins.write(rng.integers(0, 4))
+        twins.write_lanes(*rng.integers(0, LANES, rng.integers(0, 4)).tolist())
+        twins.check(samples=False)
+
+
+def test_rows_out_of_time_order_are_followed_by_steps(tmp_path):
+    twins = Twins(KINDS["proportional", None], tmp_path)
+    twins.write(STEPS + 2)
+    for _ in range(2):
+        for each in twins.both:
+            each.storage.set(torch.tensor([2, 0]), each.storage[:2].clone())
+        twins.write(2)
+        twins.check()
+    twins.write(STEPS)  # in time order again
+    twins.check()
+
+
+def test_the_memory_of_a_step_keeps_no_rows():
+    rb, steps, gone = over(lanes=LANES)(Path()), Steps(), []
+    for _ in range(3):
+        rb.add_step(**steps.make(LANES))
+    kept = rb.storage
+    weakref.finalize(kept.rows, gone.append, True)
+    rb.set_storage(PackedStorage(STEPS * LANES, ndim=2, lanes=LANES))
+    del kept
+    assert gone
+
+
+@pytest.mark.parametrize("kind", ["shared", "reserved, shared", "all at once"])
+@pytest.mark.parametrize("lanes", [None, LANES])
+def test_a_forked_process_writes_steps_between_two_of_its_parent(kind, lanes, tmp_path):
+    if (kind, lanes) not in KINDS:
+        pytest.skip("needs lanes")
+    twins = Twins(KINDS[kind, lanes], tmp_path, lanes)
+    twins.write(3)
+    steps = [twins.steps.make(lanes) for _ in range(5)]
+
+    def work() -> None:
+        for step in steps:
+            twins.rb.add_step(**copy.deepcopy(step))
+
+    assert forked(work) == 0
+    for step in steps:
+        twins.twin.add(transition(**step))
+    twins.write(2)
+    twins.check()
+
+
+def test_each_thread_has_a_step_of_its_own():
+    rb = over(lanes=8)(Path())
+    rb.add_step(**Steps().make(8))
+    rb.empty()
+    written: list[list[Any]] = [[] for _ in range(8)]
+    errors = []
+
+    def work(lane: int) -> None:
+        steps, handle = Steps(lane), rb.lane(lane)
+        try:
+            for number in range(60):
+                step = steps.make()
+                if number % 3:
+                    handle.add_step(**step)
+                else:
+                    rb.add_step(**step, lane=lane)
+                written[lane].append(transition(**step))
+        except Exception as error:  # noqa: BLE001  raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for lane in range(8):
+        expected = torch.stack(written[lane][-STEPS:])
+        assert_same(rb.lane(lane).chronological().exclude("index"), expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", "share_next", "proportional", "n-step"])
+def test_steps_are_written_with_torch_where_numba_is_off(kind, tmp_path):
+    with forced("torch"):
+        twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
+        twins.write(STEPS + 2)
+        twins.write_lanes(1, 0, 1)
+        twins.check()
+
+
+def test_priorities_are_set_by_td_errors_in_steps(tmp_path):
+    twins = Twins(KINDS["proportional", LANES], tmp_path, LANES)
+    for _ in range(4):
+        step = twins.steps.make(LANES)
+        step["td_error"] = twins.steps.rng.random((LANES, 1)).astype(np.float32)
+        twins.rb.add_step(**step)
+        twins.twin.add(transition(**step))
+    twins.check()
+    assert len({*state_of(twins.rb)[0]["priority"]}) == 4 * LANES
+
+
+# -- what is refused
+
+
+def _with(name: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda step: step | {name: value}
+
+
+def _observed(name: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda step: step | {"observation": step["observation"] | {name: value}}
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "another shape": (
+        _with("action", np.zeros(2, np.int64)),
+        "'action' came (with shape|as int64 of shape)",
+    ),
+    "another length": (
+        _observed("image", np.zeros((4, 5), np.uint8)),
+        "'image' (came with shape|has|is)",
+    ),
+    "a fraction": (_with("action", 0.5), "'action' came as float64.*cast it first"),
+    "NaN as an int": (_with("action", np.nan), "'action' came as float64"),
+    "a long int": (
+        _observed("desired_goal", [2**24 + 1]),
+        "'desired_goal' is 16777217",
+    ),
+    "a long float": (_observed("desired_goal", [2.0**24 + 1]), "is 16777217"),
+    "a high number": (
+        _observed("image", np.full((4, 4), 256, np.int64)),
+        "'image' came as int64, expected uint8",
+    ),
+    "a long reward": (_with("reward", 2**24 + 1), "'reward'.* is 16777217"),
+    "objects": (
+        _observed("desired_goal", np.array([None])),
+        "'desired_goal' (came as object|is a ndarray of dtype object)",
+    ),
+    "no action": (_with("action", None), "'action' (came as object|is a NoneType)"),
+    "a word": (_with("action", "left"), "'action' (came as <U4|is a str)"),
+    "a ragged list": (
+        _observed("image", [[1, 2], [3]]),
+        "'image' is a list whose items differ in shape",
+    ),
+    "two rewards": (_with("reward", [1.0, 2.0]), "'reward'.*shape"),
+    "a flag of 2": (
+        _with("terminated", 2),
+        "'terminated'.* came as int64, expected bool",
+    ),
+    "two flags": (_with("truncated", np.zeros(2, bool)), "'truncated'.*shape"),
+    "flags of lanes": (
+        lambda step: step | {"terminated": np.zeros(2, bool), "truncated": [False] * 2},
+        "the leading dims .* of 'terminated'",
+    ),
+    "no observation": (
+        _with("observation", {}),
+        "('observation' has the entries|missing)",
+    ),
+    "one observation less": (
+        lambda step: (
+            step
+            | {
+                "observation": {
+                    key: step["observation"][key] for key in ("image", "pair")
+                }
+            }
+        ),
+        "('observation' has the entries|missing before)",
+    ),
+    "one observation more": (
+        _observed("more", 1),
+        "('observation' has the entries|more)",
+    ),
+    "an observation renamed": (
+        lambda step: (
+            step
+            | {
+                "observation": {"x": 1}
+                | {k: v for k, v in step["observation"].items() if k != "image"}
+            }
+        ),
+        "(other entries than the first|missing)",
+    ),
+    "no dict": (_with("observation", np.zeros(3)), "(other entries|missing)"),
+    "a tuple of one": (
+        _observed("pair", (np.zeros(2),)),
+        r"('observation', 'pair'\) has the entries \['0'\]|missing)",
+    ),
+    "a dict in its place": (_with("action", {"a": 1}), "'action'"),
+    "an extra more": (_with("more", 1), "('extras' has the entries|more)"),
+    "an extra less": (
+        lambda step: {key: step[key] for key in step if key != "state_value"},
+        "('extras' has the entries|state_value)",
+    ),
+    "an extra less in next": (
+        _with("next", {}),
+        r"('extras', 'next'\) has|state_value)",
+    ),
+    "an extra renamed": (
+        lambda step: {
+            ("x" if key == "state_value" else key): step[key] for key in step
+        },
+        "(other entries than the first|state_value|'x')",
+    ),
+    "a key that is no string": (_observed(3, 1), "(keys are strings|has the entries)"),  # pyrefly: ignore [bad-argument-type]
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_step_changes_nothing_and_the_next_one_is_written(name, is_first):
+    """``is_first``: the rows are those of another way of writing."""
+    change, fault = REFUSED[name]
+    twins = Twins(KINDS["proportional", None], Path())
+    if is_first:
+        row = transition(**twins.steps.make())
+        for each in twins.both:
+            each.add(row)
+    else:
+        twins.write(3)
+    step = twins.steps.make()
+    before = state_of(twins.rb)
+    for _ in range(2):  # a step after an error is seen as a first one
+        with pytest.raises(SchemaError, match=fault):
+            twins.rb.add_step(**change(step))
+    numbers, rows = state_of(twins.rb)
+    assert numbers == before[0]
+    if rows is not None:
+        assert_same(rows, before[1])
+    twins.write(2)
+    twins.check()
+
+
+def test_no_number_is_refused_that_is_not_a_number(tmp_path):
+    twins = Twins(KINDS["plain", None], tmp_path)
+    twins.write()
+    step = twins.steps.make()
+    step["observation"]["achieved_goal"] = np.array([np.nan])
+    step["next_observation"]["achieved_goal"][:] = -np.inf
+    step["reward"] = np.nan
+    twins.rb.add_step(**step)
+    rows = twins.rb[-1]
+    assert rows["achieved_goal"].isnan().all()
+    assert rows["next", "achieved_goal"].isneginf().all()
+    assert rows["next", "reward"].isnan().all()
+
+
+LANE_FAULTS: list[tuple[Any, int | None, Any, type[Exception], str]] = [
+    (LANES, None, LANES, IndexError, "lane 3 is out of range: lanes are 0 to 2"),
+    (LANES, None, -1, (IndexError, ValueError), "lane.* -1"),
+    (LANES, None, True, ValueError, "lane must be a whole number"),
+    (LANES, None, [1], ValueError, "lane must be a whole number"),
+    (LANES, LANES, 1, SchemaError, "lane= takes the step of one environment"),
+    (LANES, None, None, SchemaError, r"give bools \[E\], or lane=e"),
+    (LANES, 2, None, SchemaError, "lanes|expected"),
+    (None, None, 0, TypeError, "lane= needs a PackedStorage.*ndim=2"),
+    (None, LANES, None, SchemaError, "give one bool, or make the buffer with from_env"),
+]
+
+
+@pytest.mark.parametrize(("lanes", "given", "lane", "error", "fault"), LANE_FAULTS)
+def test_steps_of_other_lanes_than_a_buffer_has_are_refused(
+    lanes, given, lane, error, fault, tmp_path
+):
+    for count in range(3):
+        twins = Twins(KINDS["plain", lanes], tmp_path, lanes)
+        twins.write(count)
+        before = state_of(twins.rb)[0]
+        with pytest.raises(error, match=fault):
+            twins.rb.add_step(**Steps().make(given), lane=lane)
+        assert state_of(twins.rb)[0] == before
+        twins.write()
+        twins.check()
+
+
+@pytest.mark.parametrize("kind", ["rollout", "generations"])
+def test_writers_of_whole_time_steps_refuse_the_step_of_a_lane(kind, tmp_path):
+    rb, steps = KINDS[kind, LANES](tmp_path), Steps()
+    for _ in range(3):
+        rb.add_step(**steps.make(LANES))
+        with pytest.raises(TypeError, match=r"lane= (needs a RingWriter|cannot be)"):
+            rb.add_step(**Steps().make(), lane=1)
+
+
+def test_rows_of_several_batch_dims_are_refused_with_a_way_that_works():
+    rb = ReplayBuffer(storage=PackedStorage(24, ndim=3), batch_size=2)
+    flags, values = np.zeros((2, 3), bool), np.zeros((2, 3, 4), np.float32)
+    step = {"observation": values, "action": flags, "reward": values[..., 0]}
+    step |= {"next_observation": values, "terminated": flags, "truncated": flags}
+    with pytest.raises(SchemaError, match=r"ndim=3: use add\(make_transition"):
+        rb.add_step(**step)
+    rb.add(transition(**step))
+    assert len(rb) == 6
+
+
+@pytest.mark.parametrize("count", range(3))
+def test_a_buffer_that_was_shut_down_refuses_steps(count, tmp_path):
+    twins = Twins(KINDS["plain", None], tmp_path)
+    twins.write(count)
+    twins.rb.shutdown()
+    with pytest.raises(ShutDown, match="no longer sampled, written"):
+        twins.rb.add_step(**twins.steps.make())
+    assert len(twins.rb) == count
+
+
+def test_a_step_that_waits_for_flow_control_is_written_as_it_was_given(tmp_path):
+    make = over(samples_per_insert=1.0, min_size=4, tolerance=4.0)
+    twins = Twins(make, tmp_path)
+    steps = [twins.steps.make() for _ in range(14)]
+
+    def work() -> None:
+        for step in steps:
+            twins.rb.add_step(**step)
+
+    writer = threading.Thread(target=work)
+    writer.start()
+    while writer.is_alive():
+        with suppress(RuntimeError):  # not yet
+            twins.rb.sample()
+        time.sleep(0.001)
+    writer.join()
+    assert twins.rb.health()["insert_waits"] > 0
+    expected = torch.stack([transition(**step) for step in steps])[-STEPS:]
+    assert_same(twins.rb.chronological().exclude("index"), expected)
