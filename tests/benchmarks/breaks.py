@@ -405,6 +405,21 @@ BREAKS = [
 """,
         "tests/buffers/test_waiting.py",
     ),
+    Break(
+        "a step goes to rows of a plan that the storage has dropped",
+        "buffers/step_writer.py",
+        """                or self._plan() is not plan
+""",
+        "",
+        "tests/buffers/test_add_step.py",
+    ),
+    Break(
+        "rows of some environments go to the lanes of the first ones",
+        "buffers/step_writer.py",
+        "self._lane_ids[:count] = chosen",
+        "self._lane_ids[:count] = np.arange(count)",
+        "tests/envs/test_gymnasium_recorder.py",
+    ),
 ]
 
 

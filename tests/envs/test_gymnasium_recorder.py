@@ -3,7 +3,9 @@ themselves."""
 
 from __future__ import annotations
 
+import copy
 import multiprocessing as mp
+import pickle
 import threading
 import traceback
 from functools import partial
@@ -208,6 +210,45 @@ def test_a_step_that_fails_in_the_environment_breaks_off_every_episode(error):
     ids = recorder.buffer.storage["collector", "traj_ids"]
     assert len(ids) == 3
     assert (ids[1] != ids[2]).all()
+
+
+@pytest.mark.parametrize("copier", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["single", "lane", *MODES], ids=str)
+def test_a_copy_of_a_recorder_goes_on_in_the_middle_of_an_episode(kind, copier):
+    """Its steps go to rows of its own, and those of the original to the original."""
+    is_vector = kind in MODES
+    env = vector(kind, "dict") if is_vector else Walk("dict")
+    rb = (
+        buffer(Walk("dict"), 2)
+        if kind == "lane"
+        else td.ReplayBuffer.from_env(env, 300)
+    )
+    original = td.GymnasiumRecorder(rb.lane(1) if kind == "lane" else rb, env)
+    run(original, env, 10)
+    made = (
+        copy.deepcopy(original)
+        if copier == "deepcopy"
+        else pickle.loads(pickle.dumps(original))
+    )
+    ends = []
+    for recorder in (made, original, made):
+        for _ in range(15):
+            _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
+            ended = np.asarray(terminated | truncated)
+            if recorder._mode == "Disabled" and ended.any():
+                recorder.reset(options=None if not is_vector else {"reset_mask": ended})
+        ends.append(len(recorder.buffer))
+    assert ends[0] < ends[2]
+    for recorder in (made, original):
+        rows, kept = recorder.buffer, histories(recorder.env)
+        found = (
+            [rows.lane(1).chronological()]
+            if kind == "lane"
+            else (lanes_of(rows) if is_vector else [rows.chronological()])
+        )
+        for lane, history in zip(found, kept, strict=True):
+            assert_equal(lane, history)
+            assert_neighbours_follow(lane)
 
 
 def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():

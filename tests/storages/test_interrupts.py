@@ -38,13 +38,28 @@ def steps(first: int, count: int) -> TensorDict:
     done = (torch.arange(first, first + count) % 3 == 2)[:, None]
     rows = {
         "observation": seen[:-1],
+        "action": seen[:-1, 0].clone(),
         "next": {
             "observation": seen[1:],
             "done": done,
+            "terminated": done.clone(),
+            "truncated": torch.zeros_like(done),
             "reward": seen[:-1, :1].clone(),
         },
     }
     return TensorDict(rows, [count])
+
+
+def as_step(row: TensorDict) -> dict[str, Any]:
+    after = row["next"]
+    return {
+        "observation": row["observation"].numpy(),
+        "action": row["action"].item(),
+        "reward": after["reward"].item(),
+        "next_observation": after["observation"].numpy(),
+        "terminated": after["terminated"].item(),
+        "truncated": after["truncated"].item(),
+    }
 
 
 def state_of(rb: ReplayBuffer) -> dict[str, Any]:
@@ -99,7 +114,7 @@ def handler() -> Iterator[Any]:
     [37, pytest.param(5, marks=pytest.mark.slow)],
     ids=["some lines", "many lines"],
 )
-@pytest.mark.parametrize("operation", ["extend", "add", "empty"])
+@pytest.mark.parametrize("operation", ["extend", "add", "add_step", "empty"])
 @pytest.mark.parametrize(
     ("kind", "sampler"),
     [("plain", "uniform"), ("planned", "rank"), ("dedup", "n-step")],
@@ -119,12 +134,13 @@ def test_an_interrupted_write_is_made_or_loses_at_most_the_rows_that_it_replaces
     work: dict[str, Any] = {
         "extend": lambda rb: rb.extend(steps(30, 4)),
         "add": lambda rb: rb.add(steps(30, 1)[0]),
+        "add_step": lambda rb: rb.add_step(**as_step(steps(30, 1)[0])),
         "empty": lambda rb: rb.empty(),
     }
 
     def again() -> ReplayBuffer:
         rb = copy.deepcopy(made)
-        if kind == "planned":  # by the second write
+        if kind == "planned" or operation == "add_step":  # by the second write
             rb.extend(steps(20, 1))
         return rb
 
