@@ -94,7 +94,7 @@ class Lane:
         outcome = reward, next_observation, terminated, truncated
         step = GymnasiumStep(observation, action, *outcome, extras)
         begins = self._process != os.getpid()
-        self.buffer.write_loop_step(step, self.number, begins=begins)
+        self.buffer.write_loop_step(step, self.number, begins)
         self._process = os.getpid()
 
     def __len__(self) -> int:

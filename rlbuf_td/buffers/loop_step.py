@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.buffers.step_writer import StepWriter
-from rlbuf_td.envs.specs import OBSERVATION, Key, Paths, as_array, entries
+from rlbuf_td.envs.specs import OBSERVATION, Key, as_array, entries
 from rlbuf_td.envs.step_columns import REWARD, StepColumns, fill_, part_of
 from rlbuf_td.envs.transition import GymnasiumStep, as_transition
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
@@ -25,15 +25,24 @@ class LoopStep:
 
     Args:
         columns: the memory.
+        leaves: where each array of a step goes: the part of the step (its place in a
+            :class:`GymnasiumStep`), the path in it, and the key in ``columns``.
         nodes: the names of the entries of each dict or tuple in a step: the part of the
             step, the path in it, the names. Later steps must have the same.
         lane: the lane to which the step belongs; None: it is a step of all lanes.
     """
 
     def __init__(
-        self, columns: StepColumns, nodes: list[tuple[str, Key, Key]], lane: int | None
+        self,
+        columns: StepColumns,
+        leaves: list[tuple[int, Key, Key]],
+        nodes: list[tuple[int, Key, Key]],
+        lane: int | None,
     ) -> None:
-        self.columns, self._nodes = columns, nodes
+        self._columns, self._nodes = columns, nodes
+        self._leaves = [
+            (part, path, columns.values[key], key) for part, path, key in leaves
+        ]
         self._writer = StepWriter(columns.staged, lane)
 
     @classmethod
@@ -66,9 +75,8 @@ class LoopStep:
             leaf = stored.get(key)
             if leaf is not None and leaf.shape == value.shape[1:]:
                 schema.set(key, value.to(leaf.dtype))
-        paths, nodes = _structure(step)
         staged = StagedStep.like(cast("TensorDict", schema), storage.ndim == 1)
-        return cls(StepColumns(staged, not lead, paths), nodes, lane)
+        return cls(StepColumns(staged, not lead, {}), *_structure(step), lane)
 
     def fill(self, step: GymnasiumStep) -> None:
         """Copy a step to the memory.
@@ -76,23 +84,27 @@ class LoopStep:
         Raises:
             SchemaError: keys, shapes or dtypes differ from those of the first step.
         """
-        values = step.parts()
         try:
             for part, path, names in self._nodes:
-                node = part_of(values[part], path)
+                node = part_of(step[part], path) if path else step[part]
                 is_plain = type(node) is dict or type(node) is tuple
                 # a name that is missing raises an error below
                 if len(node if is_plain else entries(node) or ()) != len(names):
-                    _refuse_entries((part, *path), node, names)
-            for part, value in values.items():
-                self.columns.fill(part, value)
+                    _refuse_entries((step._fields[part], *path), node, names)
+            for part, path, column, key in self._leaves:
+                leaf = part_of(step[part], path) if path else step[part]
+                is_like = type(leaf) is np.ndarray and leaf.dtype is column.dtype
+                if is_like and leaf.shape == column.shape:
+                    column[...] = leaf
+                else:
+                    fill_(column, leaf, key)
         except SchemaError:
             raise
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise SchemaError(
                 f"a step has other entries than the first one ({error!r}): give the same keys in each step"
             ) from error
-        self.columns.fill_outcome(step.reward, step.terminated, step.truncated)
+        self._columns.fill_outcome(step.reward, step.terminated, step.truncated)
 
     def write(self, buffer: ReplayBuffer, *, begins: bool = False) -> None:
         """Write the step; ``begins``: another actor takes the lane over with it."""
@@ -124,19 +136,17 @@ def _as_flags(value: object, name: str) -> np.ndarray:
 
 def _structure(
     step: GymnasiumStep,
-) -> tuple[dict[str, Paths], list[tuple[str, Key, Key]]]:
-    """Return where the values of each part go, and the nodes of the parts."""
-    paths: dict[str, Paths] = {}
-    nodes: list[tuple[str, Key, Key]] = []
-    for part, value in step.parts().items():
-        leaves: list[Key] = []
+) -> tuple[list[tuple[int, Key, Key]], list[tuple[int, Key, Key]]]:
+    """Return the leaves and the nodes of a step, see :class:`LoopStep`."""
+    leaves, nodes = [], []
+    for name in ("observation", "action", "next_observation", "extras"):
+        part, value = step._fields.index(name), getattr(step, name)
         for path, names in _visit(value):
             if names is None:
-                leaves.append(path)
+                leaves.append((part, path, _key_of(name, value, path)))
             else:
                 nodes.append((part, path, names))
-        paths[part] = [(_key_of(part, value, path), path) for path in leaves]
-    return paths, nodes
+    return leaves, nodes
 
 
 def _visit(value: Any, path: Key = ()) -> Iterator[tuple[Key, Key | None]]:
@@ -159,7 +169,7 @@ def _key_of(part: str, value: Any, path: Key) -> Key:
         return ("action", *path)
     is_dict = entries(value) is not None and not isinstance(value, tuple)
     key = path if is_dict else (OBSERVATION, *path)
-    return ("next", *key) if part == "next" else key
+    return ("next", *key) if part == "next_observation" else key
 
 
 def _refuse_entries(path: Key, node: Any, names: Key) -> NoReturn:

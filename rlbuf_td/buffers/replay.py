@@ -1111,7 +1111,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 f"{error.args[0]}. If these are several transitions, use extend"
             ) from None
 
-    @untraced("a step is copied by NumPy, and written by compiled loops")
     def add_step(
         self,
         *,
@@ -1177,8 +1176,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         step = GymnasiumStep(observation, action, *outcome, extras)
         self.write_loop_step(step, lane)
 
+    @untraced("a step is copied by NumPy, and written by compiled loops")
     def write_loop_step(
-        self, step: GymnasiumStep, lane: int | None, *, begins: bool = False
+        self, step: GymnasiumStep, lane: int | None, begins: bool = False
     ) -> None:
         """Write a step as :meth:`add_step` does; ``begins``: another actor takes the
         lane over with it."""

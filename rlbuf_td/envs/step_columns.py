@@ -81,10 +81,15 @@ class StepColumns:
         self, reward: object, terminated: object, truncated: object
     ) -> bool:
         """Fill the rewards and end flags; return whether an episode has ended."""
+        self._fill_reward(reward)
+        if self.single and type(terminated) is bool and type(truncated) is bool:
+            self._terminated[...] = terminated
+            self._truncated[...] = truncated
+            self.done[0] = has_ended = terminated or truncated
+            return has_ended
         fill_(self._terminated, terminated, _TERMINATED)
         fill_(self._truncated, truncated, _TRUNCATED)
         np.logical_or(self._ended, self._cut, self.done)
-        self._fill_reward(reward)
         # a twentieth of the time of `any`, a Python function
         return _TRUE in self.done.tobytes()
 

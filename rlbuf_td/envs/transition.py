@@ -23,15 +23,6 @@ class GymnasiumStep(NamedTuple):
     truncated: Any
     extras: Mapping[str, Any]
 
-    def parts(self) -> dict[str, Any]:
-        """Return the parts that may have keys of their own."""
-        return {
-            "observation": self.observation,
-            "action": self.action,
-            "next": self.next_observation,
-            "extras": self.extras,
-        }
-
 
 def make_transition(
     obs: object,
