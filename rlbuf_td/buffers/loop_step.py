@@ -92,7 +92,7 @@ class LoopStep:
                 if len(node if is_plain else entries(node) or ()) != len(names):
                     _refuse_entries((step._fields[part], *path), node, names)
             for part, path, column, key in self._leaves:
-                leaf = part_of(step[part], path) if path else step[part]
+                leaf: Any = part_of(step[part], path) if path else step[part]
                 is_like = type(leaf) is np.ndarray and leaf.dtype is column.dtype
                 if is_like and leaf.shape == column.shape:
                     column[...] = leaf

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
+from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
@@ -106,6 +107,13 @@ class Parts(NamedTuple):
                 key[0] for key in getattr(writer, "added_keys", ()) if len(key) == 1
             ),
         )
+
+    @property
+    def only_restarts(self) -> bool:
+        """Whether the sampler's ``add`` does no more than restart epochs, whatever the
+        index."""
+        nothing = StatefulSampler.add, Sampler.add, Sampler.extend, MinibatchSampler.add
+        return not any(has_own(self.sampler, how, *nothing) for how in self.notices)
 
     def without_report(self, batch: object, info: Info) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the

@@ -1482,15 +1482,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Whether ``plan`` alone does all that :meth:`add` does, as long as there are
         no transforms."""
         parts = self.parts
-        if parts is None or parts.notices or not parts.writes_directly:
+        if parts is None or not parts.writes_directly:
             return False
         if self.lane_key is not None or not plan.tells_nobody:
             return False
-        if type(parts.writer).write is not TimeWriter.write:
-            return False
-        own = type(self)
-        if own.add is not ReplayBuffer.add or own.extend is not ReplayBuffer.extend:
+        if type(parts.writer).write not in (TimeWriter.write, RolloutWriter.write):
             return False  # a subclass does more
+        if parts.notices and not parts.only_restarts:
+            return False
         return parts.prioritized is None or not self._has_errors(plan.rows.layout)
 
     def _prepared(self, data: TensorDictBase, dims: int) -> Any:

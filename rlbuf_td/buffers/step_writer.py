@@ -42,6 +42,11 @@ class StepWriter:
         # weak: a plan holds the rows, which a buffer may release
         self._plan: Any = _no_plan
         self._transforms: Collection[Any] = ()  # the buffer's own
+        # whether a write to the first slot removes the rows so far
+        self._begins_anew = False
+        self._restarts = False  # whether the sampler restarts its epochs
+        # the memory of the steps with what the writer adds
+        self._completed: list[StagedStep] = []
         #: How the plan writes the step, or some of its rows; None: as a TensorDict.
         self._whole: StagedRows | None = None
         self._some: StagedRows | None = None
@@ -67,6 +72,7 @@ class StepWriter:
             # what may change between two writes
             if (
                 staged is not None
+                and not (self._begins_anew and storage._ring.cursor == 0)
                 and not self._transforms
                 and buffer.flow is None
                 and buffer.episode_stats is None
@@ -77,6 +83,8 @@ class StepWriter:
                     staged, count = self._some, self._choose_rows(lanes)
                 planned = buffer.parts.writer.planned
                 if plan.write_staged(storage, staged, count, planned):
+                    if self._restarts:
+                        buffer.parts.sampler.add(None)
                     return
         self._write_rows(buffer, lanes)
 
@@ -86,17 +94,22 @@ class StepWriter:
         if plan is None or plan.changes != plan.listeners.changes:
             return
         self._plan = ref(plan)
-        if not isinstance(plan, CompiledWrites) or not buffer.can_write_staged(plan):
+        if not isinstance(plan, CompiledWrites) or not _is_ours(buffer):
             return
-        layout = plan.rows.layout
-        addresses = self.staged.addresses_in(layout)
-        if addresses is None:  # the write raises the error
+        if not buffer.can_write_staged(plan):
             return
-        self._transforms = modules_of(buffer.parts.transforms)
-        self._whole = plan.stage(
-            addresses, None if self.lane is None else self._lane_ids
-        )
-        some = cast("list[int]", self._chosen.addresses_in(layout))
+        parts, layout = buffer.parts, plan.rows.layout
+        added = parts.writer.added_keys
+        self._completed = [
+            step.completed(layout, added) for step in (self.staged, self._chosen)
+        ]
+        whole, some = (step.addresses_in(layout) for step in self._completed)
+        if whole is None or some is None:  # the write raises the error
+            return
+        self._transforms = modules_of(parts.transforms)
+        self._begins_anew = parts.writer.begins_anew
+        self._restarts = bool(parts.notices)
+        self._whole = plan.stage(whole, None if self.lane is None else self._lane_ids)
         self._some = plan.stage(some, self._lane_ids)
 
     def _choose_rows(self, lanes: np.ndarray) -> int:

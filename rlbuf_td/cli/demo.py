@@ -11,6 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -110,13 +111,14 @@ class Learner:
 
     def learn(self, batch: TensorDictBase) -> torch.Tensor:
         """Take an optimizer step, and return the TD error of each row, ``[B]``."""
-        outcome = batch["next"]
+        outcome: Any = batch["next"]
+        steps: Any = batch["steps_to_next_obs"]
         with torch.no_grad():
             next_obs = outcome["observation"].float()
             best = self.network(next_obs).argmax(-1, keepdim=True)
             next_value = self.target(next_obs).gather(-1, best)
             # an n-step reward is a discounted sum, and its next observation is n steps on
-            discount = GAMMA ** batch["steps_to_next_obs"] * ~outcome["terminated"]
+            discount = GAMMA**steps * ~outcome["terminated"]
             value_target = REWARD_SCALE * outcome["reward"] + discount * next_value
 
         values = self.network(batch["observation"].float())
@@ -131,7 +133,7 @@ class Learner:
         self.optimizer.step()
 
         with torch.no_grad():
-            torch._foreach_lerp_(self.target_parameters, self.parameters, TAU)
+            torch._foreach_lerp_([*self.target_parameters], [*self.parameters], TAU)
         return (value_target - value.detach()).flatten()
 
 

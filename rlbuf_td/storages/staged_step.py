@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,13 +51,30 @@ class StagedStep:
                     f"{show_key(key)} is {value.dtype}, which NumPy lacks: write TensorDicts, with add"
                 ) from error
             columns[key] = np.zeros(value.shape, dtype)
-        nodes = schema[0] if is_flat else schema
+        nodes = cast("TensorDict", schema[0]) if is_flat else schema
         return cls(columns, nodes.empty(recurse=True, device="cpu"))
 
     def like_this(self) -> StagedStep:
         """Return another step with memory of its own."""
         columns = {key: np.empty_like(each) for key, each in self.columns.items()}
         return StagedStep(columns, self._nodes)
+
+    def completed(
+        self, layout: RowLayout, added: Sequence[tuple[str, ...]]
+    ) -> StagedStep:
+        """Return this step, over the same memory, with the leaves ``added`` that it
+        lacks, filled with NaN."""
+        blanks = {}
+        for key in added:
+            if key in layout.places and key not in self.columns:
+                leaf = layout.leaves[layout.places[key]]
+                blank = torch.full(
+                    (self.size, *leaf.shape), torch.nan, dtype=leaf.dtype
+                )
+                if leaf.dtype is torch.bfloat16:
+                    return self  # NumPy lacks it
+                blanks[key] = blank.numpy()
+        return StagedStep(self.columns | blanks, self._nodes) if blanks else self
 
     def _as_rows(self) -> TensorDict:
         rows = self._nodes.copy()

@@ -98,6 +98,10 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     ``Parts.writes_directly``.
     """
 
+    # whether a write to the first slot removes the rows so far
+    begins_anew = False
+    # entries that the writer adds to each row, filled with NaN, if the data lacks them
+    added_keys: tuple[tuple[str, ...], ...] = ()
     # whether single lanes of a PackedStorage can be written, see :meth:`append`
     appends = True
 

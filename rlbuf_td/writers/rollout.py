@@ -156,6 +156,7 @@ class RolloutWriter(TimeWriter, Completes):
     """
 
     needs_capacity = True  # a dump loads into the same capacity only
+    begins_anew = True
     appends = False  # the advantages of a rollout need whole time steps
 
     def __init__(

@@ -157,7 +157,8 @@ class RecorderSide(ReplaySide):
     def sample(self) -> Sequence[torch.Tensor]:
         self.batch = self.rb.sample()
         outcome = self.batch["next"]
-        parts = [self.batch["observation"], self.batch["action"], outcome["reward"]]
+        parts: list[Any] = [self.batch["observation"], self.batch["action"]]
+        parts += [outcome["reward"]]
         parts += [outcome["observation"], outcome["terminated"]]
         weight = self.batch.get("priority_weight", None)
         return parts if weight is None else [*parts, weight]
@@ -463,7 +464,8 @@ class RolloutSide(Side):
 
     def __init__(self) -> None:
         super().__init__()
-        self.env, self.policy = cartpoles(), Policy()
+        self.policy = Policy()
+        self.env: Any = cartpoles()
         self.env.step = Timer(self.env.step)
 
     def run(self, steps: int) -> int:
@@ -563,7 +565,7 @@ class PPORecorder(RolloutSide):
     def batches(self) -> Iterator[Sequence[torch.Tensor]]:
         keys = ("observation", "action", "log_prob", "advantage", "value_target")
         for batch in self.rb:
-            yield [batch[key] for key in keys]
+            yield [batch.get(key) for key in keys]
 
 
 # -- rollouts of thousands of environments, whose steps are TensorDicts
@@ -720,14 +722,15 @@ def guides_buffer() -> type:
 class AgentSide(Side):
     """Stable-Baselines3's SAC."""
 
-    def __init__(self, buffer: Callable[[], type] | None = None) -> None:
+    def __init__(self, make_class: Callable[[], type] | None = None) -> None:
         from stable_baselines3 import SAC
 
         super().__init__()
-        settings = {"replay_buffer_class": buffer()} if buffer else {}
+        settings = {"replay_buffer_class": make_class()} if make_class else {}
         self.agent = SAC("MlpPolicy", pendulum(), seed=0, device="cpu", **settings)
-        self.agent.replay_buffer.add = self.summed("write", "add")
-        self.agent.replay_buffer.sample = self.summed("sample", "sample")
+        buffer: Any = self.agent.replay_buffer
+        buffer.add = self.summed("write", "add")
+        buffer.sample = self.summed("sample", "sample")
 
     def summed(self, part: str, method: str) -> Callable[..., Any]:
         call = Timer(getattr(self.agent.replay_buffer, method))
