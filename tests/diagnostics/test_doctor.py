@@ -347,8 +347,9 @@ def test_a_rollout_of_environments_that_alternate_gives_their_finding(mix, code)
     rows["state_value"] = rows["next", "state_value"] = rows["next", "reward"].clone()
     rows = mix(rows)[:, 0]
     rollout = RolloutBuffer(len(rows), batch_size=8)
+    rollout.extend(rows)
     with pytest.warns(RuntimeWarning, match="alternate .*RolloutBuffer"):
-        rollout.extend(rows)
+        rollout.summary()
     assert check(rollout).codes == [code]
 
 

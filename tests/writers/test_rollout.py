@@ -485,14 +485,14 @@ def test_trajectories_that_alternate_in_a_rollout_are_reported_once(ids, lanes, 
         writer=RolloutWriter(),
         dim_extend=0,
     )
-
-    def write() -> None:
+    for number in range(2):
         for part in rows.split(160 // parts):
             rb.extend(part)
-
-    with pytest.warns(RuntimeWarning, match=ALTERNATE[ids]):
-        write()
-    write()
+        if number:
+            rb.sample(4)
+        else:
+            with pytest.warns(RuntimeWarning, match=ALTERNATE[ids]):
+                rb.sample(4)
 
 
 @pytest.mark.parametrize("ids", ALTERNATE)
@@ -504,3 +504,4 @@ def test_lanes_and_whole_trajectories_in_a_rollout_need_no_warning(ids):
     ):
         rb = ReplayBuffer(storage=storage, writer=RolloutWriter(), dim_extend=0)
         rb.extend(data)
+        assert rb.sample(4)["advantage"].isfinite().all()
