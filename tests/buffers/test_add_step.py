@@ -598,7 +598,7 @@ def count_episodes(rb: ReplayBuffer, folder: Path) -> None:
 
 def attach_another(rb: ReplayBuffer, folder: Path) -> None:
     sampler = ProportionalSampler(STEPS * LANES)
-    rb.other = ReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=4)
+    vars(rb)["other"] = ReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=4)
 
 
 def update(rb: ReplayBuffer, folder: Path) -> None:
