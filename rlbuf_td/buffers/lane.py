@@ -28,10 +28,10 @@ class Lane:
     on where that of an earlier actor stopped. So does the first write of each process
     that inherits or receives a handle. Make one handle per actor, and keep it.
     ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment, and
-    ``PettingZooRecorder`` one of several agents; a loop of one's own writes what
-    :func:`~rlbuf_td.envs.transition.make_transition` returns.
+    ``PettingZooRecorder`` one of several agents; a loop of one's own writes with
+    :meth:`add_step`.
 
-    Cost: that of ``rb.extend(..., lanes=e)``.
+    Cost: that of ``rb.extend(..., lanes=e)``, or of :meth:`ReplayBuffer.add_step`.
 
     Example:
         >>> import torch
@@ -89,8 +89,10 @@ class Lane:
         truncated: Any,
         **extras: Any,
     ) -> None:
-        """Write one step of a Gymnasium environment; see
-        :meth:`ReplayBuffer.add_step`."""
+        """Write one step of a Gymnasium environment.
+
+        Arguments and errors: those of :meth:`ReplayBuffer.add_step`.
+        """
         outcome = reward, next_observation, terminated, truncated
         step = GymnasiumStep(observation, action, *outcome, extras)
         begins = self._process != os.getpid()

@@ -86,7 +86,7 @@ class LoopStep:
         """
         try:
             for part, path, names in self._nodes:
-                node = part_of(step[part], path) if path else step[part]
+                node: Any = part_of(step[part], path) if path else step[part]
                 is_plain = type(node) is dict or type(node) is tuple
                 # a name that is missing raises an error below
                 if len(node if is_plain else entries(node) or ()) != len(names):

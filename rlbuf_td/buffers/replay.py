@@ -1125,10 +1125,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     ) -> None:
         """Write one step of Gymnasium environments, given as arrays and numbers.
 
-        The rows are those of :func:`~rlbuf_td.make_transition` and :meth:`add`, at a
-        tenth of their time: no TensorDict is made, and a single compiled call writes
-        the step. NumPy's "same_kind" casts, such as float64 to the float32 of the rows,
-        are allowed unless they change a whole number.
+        The rows are those of :func:`~rlbuf_td.make_transition` and :meth:`add`, but no
+        TensorDict is made, and a single compiled call writes the step. NumPy's
+        "same_kind" casts, such as float64 to the float32 of the rows, are allowed
+        unless they change a whole number. So are casts that change no number, such as
+        from 0 and 1 to bool.
 
         Args:
             observation: the observation before the step: an array, a number or a
@@ -1141,17 +1142,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             terminated: a bool, or bools ``[E]``.
             truncated: a bool, or bools ``[E]``.
             lane: with ``ndim=2``, the lane to which the step of one environment
-                belongs, see :meth:`extend`.
+                belongs, as in :meth:`extend`.
             **extras: more entries, such as a policy's outputs; those of a dict ``next``
                 go to ``"next"``. Each step has the same entries.
 
         Raises:
-            SchemaError: a value does not match the rows; nothing has changed.
+            SchemaError: a value does not match the rows, or these have ``ndim`` above
+                2; nothing has changed.
             ValueError, IndexError, TypeError, ShutDown: as in :meth:`extend`.
 
-        Cost: O(bytes of the step). With transforms, statistics, flow control, rows on a GPU, or a writer that is
-        told of each row, the step becomes a TensorDict, and costs as much as
-        :meth:`add`.
+        Cost: O(bytes of the step). The step becomes a TensorDict, and costs as much as
+        :meth:`add`, with transforms, statistics, flow control, rows on a GPU, or a
+        writer other than :class:`RingWriter`.
 
         Example:
             >>> import gymnasium

@@ -40,7 +40,7 @@ _REMEDY = "make the buffer with from_env(env, ...)"
 _NEXT, _HAS_READ, _LOADS = range(3)
 _LOST = (
     "the episode of environment {} ended without 'final_obs' in the infos: this environment resets in the same step, "
-    "and the final observation is lost. Write the steps with buffer.add(make_transition(...)) instead of the recorder. "
+    "and the final observation is lost. Write the steps with buffer.add_step(...) instead of the recorder. "
     "In a rollout, pass the critic's value of the final observation: next={{'state_value': ...}}. Otherwise, pass "
     "terminated=True at each end of an episode: then no value of the next observation is used"
 )

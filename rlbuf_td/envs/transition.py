@@ -35,6 +35,9 @@ def make_transition(
 ) -> TensorDict:
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
+    A loop that only writes steps is faster with :meth:`ReplayBuffer.add_step`, which
+    makes no TensorDict.
+
     Observations, actions and extras are arrays, numbers or tensors, or nested dicts and
     tuples of these. The items of a tuple have the keys ``"0"``, ``"1"`` and so on. The
     result keeps dtypes (except of rewards) and shares memory with tensors and writable
@@ -66,7 +69,7 @@ def make_transition(
             differ in keys or shapes; the reward is not a number; or float32 cannot hold
             a whole number among the rewards, such as 2**24 + 1.
 
-    Cost: O(entries), about 20 us. Only rewards, and arrays that torch cannot share
+    Cost: O(entries). Only rewards, and arrays that torch cannot share
     (read-only arrays), are copied.
 
     Example:

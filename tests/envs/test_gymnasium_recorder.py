@@ -478,16 +478,15 @@ def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
             more = {
                 "next": {"state_value": next_value if by_value else value(following)}
             }
-            rollout.add(
-                td.make_transition(
-                    obs,
-                    np.zeros(LANES, int),
-                    reward,
-                    following,
-                    *flags,
-                    state_value=value(obs),
-                    **more,
-                )
+            rollout.add_step(
+                observation=obs,
+                action=np.zeros(LANES, int),
+                reward=reward,
+                next_observation=following,
+                terminated=flags[0],
+                truncated=flags[1],
+                state_value=value(obs),
+                **more,
             )
             target = (
                 torch.from_numpy(reward).unsqueeze(-1)
