@@ -625,11 +625,13 @@ CHANGES: dict[str, Callable[[Twins, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["proportional", "share_next", "reserved"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [(change, "proportional") for change in CHANGES]
+    + [(change, "share_next") for change in ("empty", "load a dump", "share", "pickle")]
+    + [(change, "reserved") for change in ("load a state", "share", "deepcopy")],
+)
 def test_steps_go_on_after_what_changes_a_buffer(change, kind, tmp_path):
-    if kind != "proportional" and change == "update":
-        pytest.skip("there are no priorities")
     twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
     for count in (5, STEPS + 1):
         twins.write(count)
@@ -647,7 +649,10 @@ def test_steps_go_on_after_what_changes_a_buffer(change, kind, tmp_path):
             assert state_of(others[0])[0] == state_of(others[1])[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))],
+)
 def test_programs_of_changes_leave_equal_buffers(seed, tmp_path):
     rng = np.random.default_rng(seed)
     twins = Twins(KINDS["proportional", LANES], tmp_path, LANES)
@@ -687,8 +692,6 @@ def test_the_memory_of_a_step_keeps_no_rows():
 @pytest.mark.parametrize("kind", ["shared", "reserved, shared", "all at once"])
 @pytest.mark.parametrize("lanes", [None, LANES])
 def test_a_forked_process_writes_steps_between_two_of_its_parent(kind, lanes, tmp_path):
-    if (kind, lanes) not in KINDS:
-        pytest.skip("needs lanes")
     twins = Twins(KINDS[kind, lanes], tmp_path, lanes)
     twins.write(3)
     steps = [twins.steps.make(lanes) for _ in range(5)]
