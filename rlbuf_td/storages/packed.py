@@ -184,6 +184,9 @@ class PackedStorage(LazyTensorStorage):
     Reopening is O(1), with priorities or after a process without numba O(N); the first
     look-up of trajectories reads the flags of all rows.
 
+    Forked processes may write to rows in a file, reopened or not, only if these are
+    shared.
+
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a
     file. A CPU storage that is sent to a spawned process shares its rows with that
     process.
