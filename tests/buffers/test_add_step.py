@@ -906,8 +906,8 @@ def test_no_number_is_refused_that_is_not_a_number(tmp_path):
 LANE_FAULTS: list[tuple[Any, int | None, Any, type[Exception], str]] = [
     (LANES, None, LANES, IndexError, "lane 3 is out of range: lanes are 0 to 2"),
     (LANES, None, -1, (IndexError, ValueError), "lane.* -1"),
-    (LANES, None, True, ValueError, "lane must be a whole number"),
-    (LANES, None, [1], ValueError, "lane must be a whole number"),
+    (LANES, None, True, TypeError, "lane must be a whole number"),
+    (LANES, None, [1], TypeError, "lane must be a whole number"),
     (LANES, LANES, 1, SchemaError, "lane= takes the step of one environment"),
     (LANES, None, None, SchemaError, r"give bools \[E\], or lane=e"),
     (LANES, 2, None, SchemaError, "lanes|expected"),
