@@ -116,6 +116,8 @@ class Recorder:
     # the columns, [E, ...]; empty before the first step
     _rows: Mapping[Key, np.ndarray] = MappingProxyType({})
     _extra_keys: frozenset[Key] = frozenset()
+    # the names of the extras if none is nested
+    _extra_names: frozenset[str] | None = None
 
     def __init__(self, target: Target) -> None:
         #: The number of the lane to which this recorder writes; None: all lanes of the
@@ -243,6 +245,10 @@ class Recorder:
     def _begin_step(self, extras: Mapping[str, object]) -> None:
         """Fill the trajectory numbers and the extras; the first step makes the memory
         of the rows."""
+        if extras.keys() == self._extra_names:
+            for name, value in extras.items():
+                fill_(self._columns.values[name,], value, (name,))
+            return
         values = dict(walk(extras)) if extras else {}
         if not self._rows:
             self._make_rows(values)
@@ -264,6 +270,8 @@ class Recorder:
         self._columns = StepColumns(staged, self._single, self._parts)
         self._writer = self.buffer.step_writer(staged, self._lane)
         self._extra_keys, self._rows = frozenset(extras), staged.columns
+        is_flat = all(len(key) == 1 for key in extras)
+        self._extra_names = frozenset(key[0] for key in extras) if is_flat else None
         self._rows[TRAJ_KEY][...] = self._trajectories
 
     def _add_entry(self, schema: TensorDict, key: Key, value: torch.Tensor) -> None:
