@@ -15,11 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import torch
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -41,7 +38,6 @@ from rlbuf_td import (
     functional,
 )
 from rlbuf_td.cli import whole_number
-from rlbuf_td.diagnostics.plots import STYLE
 from tests.benchmarks.contenders import TorchRL, available, image_rows, small_rows
 from tests.benchmarks.timing import (
     OURS,
@@ -55,12 +51,6 @@ from tests.benchmarks.timing import (
 
 NOTES = """Mixed: TorchRL's buffer with our parts; bare: one torch.randint and one index_select; SB3: Stable-Baselines3
 * TorchRL has no sampler by rank: its proportional sampler is timed"""
-#: What the picture shows: an operation on each kind of buffer.
-SHOWN = {
-    "proportional": "sample",
-    "update": "update priorities",
-    "extend_proportional": "extend",
-}
 LEAF_ROWS = 100_000
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
 LEAVES = {"leaves-12": 4, "leaves-3": 1}  # number of parts of each observation
@@ -263,39 +253,6 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
     return result
 
 
-def draw(timings: Sequence[Timing]) -> Figure:
-    """Return six bars: the time of each operation in :data:`SHOWN`, ours beside
-    TorchRL's."""
-    chosen = {
-        timing.operation: timing
-        for timing in timings
-        if timing.operation in SHOWN and timing.kind == "small"
-    }
-    figure = Figure(figsize=(3.4, 1.5))
-    axes = figure.subplots()
-    for side, (name, colour) in enumerate(((OURS, "#c8500a"), (TorchRL.name, "0.78"))):
-        places = [place + 0.4 * side for place in range(len(chosen))]
-        bars = axes.barh(
-            places,
-            [each.median(name) for each in chosen.values()],
-            0.4,
-            color=colour,
-            label=name,
-        )
-        axes.bar_label(bars, fmt="{:,.0f} µs", padding=2)
-    axes.set_yticks(
-        [place + 0.2 for place in range(len(chosen))],
-        [SHOWN[operation] for operation in chosen],
-    )
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.margins(x=0.15)
-    axes.spines["bottom"].set_visible(False)
-    axes.legend(loc="center right")
-    figure.suptitle("A call with 256 rows, between a learner's steps")
-    return figure
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     rows = "numbers of stored rows; 1e7 needs 18 GB"
@@ -316,9 +273,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--only", nargs="+", choices=[*WORDS], default=[*WORDS], metavar="OPERATION"
-    )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help=f"draw {', '.join(SHOWN)} of both"
     )
     options = parser.parse_args(arguments)
     if min(options.rows) < options.batch or 0 < options.images < options.batch:
@@ -346,9 +300,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"batch {options.batch}, one thread, medians of {options.rounds} blocks, torch {torch.__version__}"
     )
-    if options.picture is not None:
-        with rc_context(fname=STYLE):
-            draw(timings).savefig(options.picture, dpi=270)
 
 
 if __name__ == "__main__":
