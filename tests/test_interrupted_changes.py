@@ -323,7 +323,7 @@ QUICK = [
 
 @pytest.mark.parametrize(
     ("name", "sampler", "every"),
-    QUICK + [pytest.param(*case, 23, marks=pytest.mark.slow) for case in CASES],
+    QUICK + [pytest.param(*case, 61, marks=pytest.mark.slow) for case in CASES],
 )
 def test_an_interrupted_change_is_made_as_a_whole_or_not_at_all(
     name: str,

@@ -212,7 +212,7 @@ def test_a_kill_between_the_last_step_and_its_estimates_leaves_a_rollout_to_read
     assert_estimated(rb, world, data)
 
 
-@pytest.mark.parametrize("stride", [90, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [90, pytest.param(29, marks=pytest.mark.slow)])
 def test_a_kill_at_any_line_of_the_first_read_leaves_a_rollout_to_read(stride):
     world = make_world(LANES)
     rb = made(world).share()
@@ -233,7 +233,7 @@ def test_a_kill_at_any_line_of_the_first_read_leaves_a_rollout_to_read(stride):
 
 
 @pytest.mark.parametrize("how", ["sample", "storage, key"])
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [23, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_line_of_the_first_read_leaves_a_rollout_to_read(
     how, stride
 ):
