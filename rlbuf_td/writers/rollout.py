@@ -248,7 +248,7 @@ class RolloutWriter(TimeWriter, Completes):
     def write(
         self, data: Any, *, single: bool = False, lanes_first: bool = False, **how: Any
     ) -> Any:
-        """See :meth:`TimeWriter.write`; the first step of a rollout removes the old
+        """See ``TimeWriter.write``; the first step of a rollout removes the old
         rollout. Errors: see the class."""
         storage = self._storage
         if type(data) is not TensorDict:
