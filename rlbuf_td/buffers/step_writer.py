@@ -93,11 +93,14 @@ class StepWriter:
         self._plan, self._whole, self._some = _no_plan, None, None
         if plan is None or plan.changes != plan.listeners.changes:
             return
+        is_ours = isinstance(plan, CompiledWrites) and _is_ours(buffer)
+        if is_ours and buffer.can_write_staged(plan):
+            self._stage(buffer, plan)
+        # last: after an interrupt, the next write chooses again
         self._plan = ref(plan)
-        if not isinstance(plan, CompiledWrites) or not _is_ours(buffer):
-            return
-        if not buffer.can_write_staged(plan):
-            return
+
+    def _stage(self, buffer: ReplayBuffer, plan: CompiledWrites) -> None:
+        """Let the plan write the step from its memory, unless it does not fit."""
         parts, layout = buffer.parts, plan.rows.layout
         added = parts.writer.added_keys
         self._completed = [
@@ -109,8 +112,8 @@ class StepWriter:
         self._transforms = modules_of(parts.transforms)
         self._begins_anew = parts.writer.begins_anew
         self._restarts = bool(parts.notices)
-        self._whole = plan.stage(whole, None if self.lane is None else self._lane_ids)
         self._some = plan.stage(some, self._lane_ids)
+        self._whole = plan.stage(whole, None if self.lane is None else self._lane_ids)
 
     def _choose_rows(self, lanes: np.ndarray) -> int:
         """Copy the rows of ``lanes`` to the memory of some rows; return their
