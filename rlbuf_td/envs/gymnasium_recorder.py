@@ -200,8 +200,12 @@ class GymnasiumRecorder(Recorder):
         columns.fill("next", observation)
         # the other lanes are reset by this step
         going = ~self._ended if self._has_ended else None
-        if self._infos or (ends and self._mode == "SameStep"):
-            self._fill_infos(info, columns.done, going)
+        # the results are those of the next episode's first observation
+        is_reset = ends and self._mode == "SameStep"
+        if is_reset:
+            fill_final_(self._rows, self._parts["next"], info, columns.done)
+        if self._infos:
+            self._fill_infos(info, columns.done & is_reset, going)
         if going is None:
             self._write()
         elif going.any():
@@ -229,16 +233,12 @@ class GymnasiumRecorder(Recorder):
             )
 
     def _fill_infos(
-        self, info: Any, done: np.ndarray, going: np.ndarray | None
+        self, info: Any, is_reset: np.ndarray, going: np.ndarray | None
     ) -> None:
-        """Fill what the infos of a step tell, in the lanes that are ``going``, all if
-        None."""
-        # the results are those of the next episode's first observation
-        is_reset = done & (self._mode == "SameStep")
+        """Copy the infos of a step to the lanes that are ``going``, all if None; lanes
+        where ``is_reset`` is True have begun another episode."""
         info = [info] if self._single else info
-        if is_reset.any():
-            fill_final_(self._rows, self._parts["next"], info, done)
-        lanes = np.ones_like(done) if going is None else going
+        lanes = np.ones_like(is_reset) if going is None else going
         for path, default in self._infos.items():
             key: Key = ("next", *path)
             fill_info_(self._rows[key], path, default, info, lanes, is_reset)
