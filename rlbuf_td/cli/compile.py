@@ -190,8 +190,8 @@ def main(options: Namespace) -> int:
         raise UsageError(f"there is nothing to compile: {OFF}")
     from rlbuf_td.kernels.code_cache import folder
 
-    place = folder()
-    if place is None:
+    cache_folder = folder()
+    if cache_folder is None:
         raise UsageError(
             "no cache folder is writable: set NUMBA_CACHE_DIR to a writable folder"
         )
@@ -199,5 +199,7 @@ def main(options: Namespace) -> int:
         begun = time.perf_counter()
         run()
         print(f"{name}: {time.perf_counter() - begun:.1f} s", flush=True)
-    print(f"{len([*place.rglob('*.nbc')])} compiled functions are in {place}")
+    print(
+        f"{len([*cache_folder.rglob('*.nbc')])} compiled functions are in {cache_folder}"
+    )
     return 0

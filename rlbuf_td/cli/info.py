@@ -85,10 +85,10 @@ def _compiled_loops() -> str:
 def _cache_folder() -> str:
     from rlbuf_td.kernels.code_cache import folder
 
-    place = folder()  # only a writable one; without one, it warns
-    if place is None:
+    path = folder()  # only a writable one; without one, it warns
+    if path is None:
         return "none is writable; set NUMBA_CACHE_DIR to a writable folder"
-    files = [path.stat().st_size for path in place.rglob("*.nbc")]
+    files = [file.stat().st_size for file in path.rglob("*.nbc")]
     return (
-        f"{place} (writable, {len(files)} compiled functions, {show_bytes(sum(files))})"
+        f"{path} (writable, {len(files)} compiled functions, {show_bytes(sum(files))})"
     )

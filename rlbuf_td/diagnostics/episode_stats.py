@@ -132,21 +132,22 @@ class EpisodeStats:
             done,
             *((*done[:-1], name) for name in ("terminated", "truncated")),
         ]
-        others, more = [*map(as_tuple, how)], [*map(as_tuple, reasons)]
+        others, reason_keys = [*map(as_tuple, how)], [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
         self._columns += [
             (key, torch.float64) for key in (as_tuple(reward_key), *others)
         ]
-        self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]
+        self._columns += [(key, torch.bool) for key in (*flags[1:], *reason_keys)]
         self.metrics = ("length", "return", *map(_name, others))
-        self.reasons = ("terminated", "truncated", *map(_name, more))
+        self.reasons = ("terminated", "truncated", *map(_name, reason_keys))
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
                 raise ValueError(
                     f"each metric and each reason needs a unique name, got {names}"
                 )
         self._reduction = np.array(
-            [_REDUCTIONS.index(each) for each in ("sum", *how.values())], np.uint8
+            [_REDUCTIONS.index(reduction) for reduction in ("sum", *how.values())],
+            np.uint8,
         )
         self.reset()
 
@@ -283,7 +284,7 @@ class EpisodeStats:
         places = [layout.places.get(key, -1) for key, _ in columns]
         if -1 in places:
             return None
-        leaves = [layout.leaves[place] for place in places]
+        leaves = [layout.leaves[position] for position in places]
         for leaf, (_, kind) in zip(leaves, columns, strict=True):
             if leaf.shape.numel() != 1 or leaf.dtype not in _READ_AS[kind]:
                 return None
@@ -318,13 +319,13 @@ class EpisodeStats:
         if len(self._lane_slot) < known:
             self._lane_slot = np.arange(known)
         self._counters[_WRITES] += 1
-        given = {
+        steps = {
             "shape": shape,
             "strides": strides,
             "lane_ids": lane_ids,
             "inputs": self._inputs,
         }
-        given |= {
+        steps |= {
             "is_double": self._is_double,
             "reduction": self._reduction,
             "lane_slot": self._lane_slot,
@@ -340,7 +341,7 @@ class EpisodeStats:
                 "touched": self._touched,
                 "sums": self._sums,
             }
-            done = count_steps(max(done, 0), **given, **slots, **out)
+            done = count_steps(max(done, 0), **steps, **slots, **out)
 
     def _make_room(self, lanes: int) -> None:
         """Drop unfinished episodes without recent steps; if no episode is dropped,
@@ -351,13 +352,13 @@ class EpisodeStats:
         self._keys[stale] = _FREE
         if stale.any():
             return
-        more = max(lanes, len(self._keys), 8)
-        keys = np.append(self._keys, np.full(more, _FREE))
+        extra = max(lanes, len(self._keys), 8)
+        keys = np.append(self._keys, np.full(extra, _FREE))
         lengths, touched = (
-            np.append(x, np.zeros(more, np.int64))
+            np.append(x, np.zeros(extra, np.int64))
             for x in (self._lengths, self._touched)
         )
-        sums = np.append(self._sums, np.zeros((more, self._sums.shape[1])), axis=0)
+        sums = np.append(self._sums, np.zeros((extra, self._sums.shape[1])), axis=0)
         # Together, because compiled code trusts that all have the same length.
         self._keys, self._lengths, self._touched, self._sums = (
             keys,
@@ -423,8 +424,8 @@ class EpisodeStats:
         """Return copies of the newest ``count`` records and of their end reasons,
         oldest first."""
         last = self.episodes
-        at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
-        return self._records[at], self._ends[at]
+        slots = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
+        return self._records[slots], self._ends[slots]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of the state as tensors, including unfinished episodes."""

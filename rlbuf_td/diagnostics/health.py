@@ -132,10 +132,10 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
     if x is None or not x.numel():
         return {}
     x = x.double().sort().values
-    at = [round(q * (len(x) - 1)) for q in _QUANTILES.values()]
+    ranks = [round(q * (len(x) - 1)) for q in _QUANTILES.values()]
     return {
         f"{name}_{label}": value
-        for label, value in zip(_QUANTILES, x[at].tolist(), strict=True)
+        for label, value in zip(_QUANTILES, x[ranks].tolist(), strict=True)
     }
 
 

@@ -128,15 +128,15 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         metrics.remove("length")
         words["return"] = "return =\nlength in steps"
     figure, axes = _panels(len(metrics) + 1, 1, 1.15, sharex=True)
-    for name, each in zip(metrics, axes, strict=False):
+    for name, panel in zip(metrics, axes, strict=False):
         mean, deviation = running(history[name], stats.window)
-        each.plot(history["step"], history[name], color="0.6", zorder=1, **_DOTS)
+        panel.plot(history["step"], history[name], color="0.6", zorder=1, **_DOTS)
         band = mean - deviation, mean + deviation
-        each.fill_between(history["step"], *band, color=_SHADE, alpha=0.6, linewidth=0)
-        each.plot(history["step"], mean, color="0.1")
-        each.set_ylabel(words.get(name, name))
+        panel.fill_between(history["step"], *band, color=_SHADE, alpha=0.6, linewidth=0)
+        panel.plot(history["step"], mean, color="0.1")
+        panel.set_ylabel(words.get(name, name))
         if name == "length" or words.get(name, "").endswith("steps"):
-            _count(each.yaxis)
+            _count(panel.yaxis)
     for name in stats.reasons[:_MOST_LINES]:
         rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name)
@@ -282,19 +282,19 @@ def plot_trajectory(
     data = storage.get(coordinates(cells.to(storage.device), storage))
     chosen = _default_keys(data) if keys is None else [*map(nested_key, keys)]
     figure, axes = _panels(len(chosen), 1, 1.15, sharex=True)
-    for key, each in zip(chosen, axes, strict=True):
+    for key, panel in zip(chosen, axes, strict=True):
         values = data.get(key, None)
         if values is None:
             raise KeyError(f"no {key!r} in the rows")
         components = _numbers_of(values.reshape(len(steps), -1).float())
-        _draw_components(each, steps, components)
-        each.axvline(0, color=_ACCENT, linestyle=":", linewidth=1.2)
+        _draw_components(panel, steps, components)
+        panel.axvline(0, color=_ACCENT, linestyle=":", linewidth=1.2)
         shown = (
             f"\n({_MOST_LINES} of {components.shape[1]})"
             if components.shape[1] > _MOST_LINES
             else ""
         )
-        each.set_ylabel(".".join(as_tuple(key)) + shown)
+        panel.set_ylabel(".".join(as_tuple(key)) + shown)
     axes[-1].set_xlabel("time steps from the row (dotted)")
     _count(axes[-1].xaxis, 6)
     where = (
@@ -316,8 +316,8 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     ):
         values = values.argmax(1)[:, None]  # one-hot
     whole = np.array_equal(values, values.round())
-    for place, column in enumerate(values.T[:_MOST_LINES]):
-        axes.plot(steps, column, label=f"{place}", **_DOTS if whole else {})
+    for number, column in enumerate(values.T[:_MOST_LINES]):
+        axes.plot(steps, column, label=f"{number}", **_DOTS if whole else {})
     if values.shape[1] > 1:
         axes.legend(ncols=_MOST_LINES, loc="lower left", bbox_to_anchor=(-0.02, 0.95))
     if whole:
@@ -328,7 +328,7 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 
 def _default_keys(data: TensorDictBase) -> list[NestedKey]:
-    found: list[NestedKey] = [
+    keys: list[NestedKey] = [
         key for key in (("next", "reward"), "action") if data.get(key, None) is not None
     ]
     for key, x in walk(data):
@@ -338,8 +338,8 @@ def _default_keys(data: TensorDictBase) -> list[NestedKey]:
             and x[0].numel() <= 64
         )
         if is_small and key[0] not in ("next", "action") and "observation" in key:
-            return [*found, key]
-    return found
+            return [*keys, key]
+    return keys
 
 
 @rc_context(fname=STYLE)
@@ -414,8 +414,8 @@ def plot_health(rb: ReplayBuffer) -> Figure:
             "there is no health to plot: no rows, or no batch, and the sampler has no priorities"
         )
     figure, axes = _panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
-    for draw, each in zip([*draws, Axes.remove], axes, strict=False):
-        draw(each)
+    for draw, panel in zip([*draws, Axes.remove], axes, strict=False):
+        draw(panel)
     figure.suptitle(
         f"{row_count(storage):,} of {storage.max_size:,} rows ({_percent(report['fill'])} full)"
     )
@@ -451,12 +451,12 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     axes.plot(share, share, **_GUIDE)
     axes.plot([0.01], [top], "o", color=_ACCENT, markersize=3.5)
     arrow = {"arrowstyle": "-", "linewidth": 0.6, "color": _ACCENT}
-    place: dict[str, Any] = {
+    placement: dict[str, Any] = {
         "xytext": (0.05, 0.86),
         "textcoords": "axes fraction",
         "arrowprops": arrow,
     }
-    axes.annotate(f"top 1%: {_percent(top)}", (0.01, top), **place)
+    axes.annotate(f"top 1%: {_percent(top)}", (0.01, top), **placement)
     axes.set_xscale("log")
     _in_percent(axes.xaxis)
     _in_percent(axes.yaxis)

@@ -47,15 +47,15 @@ def split(positions: Tensor, masses: Tensor) -> Split:
     the sum of ``masses``."""
     # rounding can put a position at the total mass
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])
-    place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
+    shard = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     # a radix sort
-    order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))
-    fractions = ((positions - (ends - masses)[place]) / masses[place]).clamp_(
+    order = torch.from_numpy(np.argsort(shard.numpy().astype(np.uint16), kind="stable"))
+    fractions = ((positions - (ends - masses)[shard]) / masses[shard]).clamp_(
         0.0, _BELOW_ONE
     )[order]
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
-    return Split(rank, torch.bincount(place, minlength=len(masses)), fractions)
+    return Split(rank, torch.bincount(shard, minlength=len(masses)), fractions)
 
 
 def importance_weights(
@@ -87,22 +87,22 @@ class Batches:
         # draw's position in the concatenated answers.
         self.spec, self.layout, self.rank = spec, layout, rank
         drawn = {
-            place: answer.drawn
-            for place, answer in answers.items()
+            shard: answer.drawn
+            for shard, answer in answers.items()
             if answer.drawn is not None
         }
         self.rows = torch.from_numpy(
-            np.concatenate([each.rows for each in drawn.values()])
+            np.concatenate([rows.rows for rows in drawn.values()])
         )
         self.drawn = _handles(
-            answers, {place: (each.flat, each.stamp) for place, each in drawn.items()}
+            answers, {shard: (rows.flat, rows.stamp) for shard, rows in drawn.items()}
         )
         self.cells = self.drawn
         if spec.windows is not None:
             cells = {
-                place: each.cells.T
-                for place, each in drawn.items()
-                if each.cells is not None
+                shard: rows.cells.T
+                for shard, rows in drawn.items()
+                if rows.cells is not None
             }
             self.cells = _handles(answers, cells)
         if spec.is_prioritized:
@@ -147,11 +147,13 @@ def _handles(
     """Return the entry ``"index"`` (``[n, 4]`` int64) for ``rows``, which maps shards
     to row numbers and stamps."""
     columns = [
-        (place, answers[place].before.incarnation, *each)
-        for place, each in rows.items()
+        (shard, answers[shard].before.incarnation, *column)
+        for shard, column in rows.items()
     ]
     return torch.from_numpy(
-        np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns])
+        np.concatenate(
+            [np.stack(np.broadcast_arrays(*column), 1) for column in columns]
+        )
     )
 
 
@@ -164,16 +166,16 @@ def probabilities(
     # its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []
-    for place, report in enumerate(known):
+    for shard, report in enumerate(known):
         if report is None:
             continue
-        then = answers[place].before if place in answers else report
+        then = answers[shard].before if shard in answers else report
         rows += then.rows
         if not report.mass > 0.0:  # no row has a positive priority
             continue
         # P of a row is this scale times p ** alpha
         scale = report.mass / total / then.mass
         least = min(least, scale * then.smallest)
-        if place in answers and (drawn := answers[place].drawn) is not None:
+        if shard in answers and (drawn := answers[shard].drawn) is not None:
             parts.append(scale * drawn.weight)
     return torch.from_numpy(np.concatenate(parts)), least, rows

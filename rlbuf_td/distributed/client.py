@@ -327,23 +327,26 @@ class Client:
         )
         parts = split(
             torch.cat(
-                [positions_in(each, total, self.spec.stratified) for each in uniform]
+                [
+                    positions_in(numbers, total, self.spec.stratified)
+                    for numbers in uniform
+                ]
             ),
             masses,
         )
         counts, now = parts.counts.tolist(), time.monotonic()
         fractions = np.split(parts.fractions.numpy(), np.cumsum(counts)[:-1])
-        places = [
-            place
-            for place in links.live
-            if counts[place] or now - links.heard[place] > _REFRESH
+        shards = [
+            shard
+            for shard in links.live
+            if counts[shard] or now - links.heard[shard] > _REFRESH
         ]
         return Draw(
             size,
             batches,
             parts,
             known,
-            self._request({place: fractions[place] for place in places}),
+            self._request({shard: fractions[shard] for shard in shards}),
         )
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
@@ -359,21 +362,21 @@ class Client:
         errors = np.concatenate([_NO_ERRORS, *(errors for _, errors in self._errors)])
         self._errors.clear()
         requests = {}
-        for place in fractions.keys() | set(np.unique(handles[:, SHARD]).tolist()):
-            mine = handles[:, SHARD] == place
-            if known[place] is None:
+        for shard in fractions.keys() | set(np.unique(handles[:, SHARD]).tolist()):
+            mine = handles[:, SHARD] == shard
+            if known[shard] is None:
                 self.stale += int(mine.sum())
                 continue
             request = Request(
-                fractions.get(place, _NO_ERRORS), largest, handles[mine], errors[mine]
+                fractions.get(shard, _NO_ERRORS), largest, handles[mine], errors[mine]
             )
-            requests[place] = (pickle.dumps(request, 5),)
+            requests[shard] = (pickle.dumps(request, 5),)
         return self.links.start("answer", requests)
 
-    def _exchange(self, places: Iterable[int], deadline: float = inf) -> None:
-        """Send the queued TD errors; make the shards in ``places`` store their waiting
+    def _exchange(self, shards: Iterable[int], deadline: float = inf) -> None:
+        """Send the queued TD errors; make the shards in ``shards`` store their waiting
         rows and report their state."""
-        calls = self._request(dict.fromkeys(places, _NO_ERRORS))
+        calls = self._request(dict.fromkeys(shards, _NO_ERRORS))
         self.links.wait_for(calls, deadline)
         self.links.receive(calls)
 
@@ -385,22 +388,22 @@ class Client:
         """
         answers = self.links.receive(draw.calls)
         touched = [
-            place for place, count in enumerate(draw.split.counts.tolist()) if count
+            shard for shard, count in enumerate(draw.split.counts.tolist()) if count
         ]
         drawn = {
-            place: answers[place]
-            for place in touched
-            if place in answers and answers[place].drawn is not None
+            shard: answers[shard]
+            for shard in touched
+            if shard in answers and answers[shard].drawn is not None
         }
         if len(drawn) < len(touched):
             return None
         names = {
-            place: answer.drawn.layout
-            for place, answer in drawn.items()
+            shard: answer.drawn.layout
+            for shard, answer in drawn.items()
             if answer.drawn
         }
         layout = next(iter(names.values()))
-        others = [place for place, name in names.items() if name != layout]
+        others = [shard for shard, name in names.items() if name != layout]
         if others:
             raise SchemaError(
                 f"shard {others[0]} holds rows of another layout than shard {next(iter(names))}"
@@ -457,15 +460,15 @@ class Client:
     def _checked(self, index: Tensor, rows: int) -> Tensor:
         """Return the index of a batch as ``[rows, 4]``; ValueError if it does not name
         rows of the shards."""
-        given, limits = (
+        shape, limits = (
             tuple(index.shape),
             torch.tensor([len(self.links.handles), self.spec.capacity], device="cpu"),
         )
-        index = index.cpu().reshape(-1, given[-1] if given else 1)
+        index = index.cpu().reshape(-1, shape[-1] if shape else 1)
         if index.shape != (rows, 4) or index.dtype is not torch.int64:
             kind = str(index.dtype).removeprefix("torch.")
             raise ValueError(
-                f"the 'index' of a batch from shards is int64 [{rows}, 4], got {kind} of shape {given}"
+                f"the 'index' of a batch from shards is int64 [{rows}, 4], got {kind} of shape {shape}"
             )
         named = index[:, [SHARD, ROW]]
         if bool(((named < 0) | (named >= limits)).any()):
@@ -484,8 +487,8 @@ class Client:
             ShutDown: the buffer has been shut down.
         """
         self.links.require_open()
-        for place in self.links.live:
-            self.links.ask_for_refusals(place, self._writer)
+        for shard in self.links.live:
+            self.links.ask_for_refusals(shard, self._writer)
         self._drain()
         self._confirm_writes()
         self._exchange(())
@@ -545,19 +548,19 @@ class Client:
         count = lead.numel()
         admission = self._admit_write(count)
         with self._taken_back(admission, inserted=count):
-            place = self._shard_to_write()
+            shard = self._shard_to_write()
             arguments = self._writer, admission.epoch, name, rows, lead
-            self.links.write(place, admission.epoch, count, arguments)
+            self.links.write(shard, admission.epoch, count, arguments)
         if is_first:
-            if self.links.arrives(place, RECOVERY) and self._confirm_writes():
+            if self.links.arrives(shard, RECOVERY) and self._confirm_writes():
                 self._layout = layout, name
-        elif not self.links.keeps_up(place) and len(self.links.live) > 1:
-            self._home = next(other for other in self.links.live if other != place)
+        elif not self.links.keeps_up(shard) and len(self.links.live) > 1:
+            self._home = next(other for other in self.links.live if other != shard)
 
     def _drain(self) -> None:
         """Wait until the live shards have answered all writes of this client."""
-        for place in self.links.live:
-            self.links.arrives(place, RECOVERY)
+        for shard in self.links.live:
+            self.links.arrives(shard, RECOVERY)
 
     def add(self, data: TensorDictBase) -> None:
         """Send one time step, ``[]`` (or ``[E]`` if the buffers have ``ndim=2``), as

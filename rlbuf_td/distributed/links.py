@@ -81,28 +81,28 @@ class Links:
 
     @property
     def live(self) -> list[int]:
-        return [place for place, report in enumerate(self.known) if report is not None]
+        return [shard for shard, report in enumerate(self.known) if report is not None]
 
-    def hear(self, place: int, report: Report) -> None:
-        last = self._last[place]
+    def hear(self, shard: int, report: Report) -> None:
+        last = self._last[shard]
         if last is not None and last.incarnation != report.incarnation:
-            self.lost_rows[place] += max(0, last.rows + last.waiting - report.rows)
-        self.known[place] = self._last[place] = report
-        self.heard[place] = time.monotonic()
+            self.lost_rows[shard] += max(0, last.rows + last.waiting - report.rows)
+        self.known[shard] = self._last[shard] = report
+        self.heard[shard] = time.monotonic()
 
-    def lose(self, place: int) -> None:
-        if place not in self._probes:
+    def lose(self, shard: int) -> None:
+        if shard not in self._probes:
             self.losses += 1
-            self._probe(place)
-        self.known[place] = None
+            self._probe(shard)
+        self.known[shard] = None
 
     def revive(self, timeout: float = 0.0) -> None:
         """Use lost shards again if they answer; if all are lost, wait up to ``timeout``
         seconds for one."""
         deadline = time.monotonic() + timeout
         while self._probes:
-            for place in [*self._probes]:
-                self._return(place)
+            for shard in [*self._probes]:
+                self._return(shard)
             if (
                 self.live
                 or len(self._dead) == len(self.handles)
@@ -135,28 +135,28 @@ class Links:
         if self.is_closed:
             raise ShutDown(SHUT_DOWN)
 
-    def _probe(self, place: int) -> None:
+    def _probe(self, shard: int) -> None:
         """Ask a lost shard for a report; Ray repeats the call if the shard's process
         dies or is not there yet."""
-        self._probes[place] = (
-            self.handles[place].report.options(max_task_retries=-1).remote()
+        self._probes[shard] = (
+            self.handles[shard].report.options(max_task_retries=-1).remote()
         )
 
-    def _return(self, place: int) -> None:
-        if not self.engine.wait([self._probes[place]], timeout=0)[0]:
+    def _return(self, shard: int) -> None:
+        if not self.engine.wait([self._probes[shard]], timeout=0)[0]:
             return
         try:
-            report, last = self.engine.get(self._probes[place]), self._last[place]
+            report, last = self.engine.get(self._probes[shard]), self._last[shard]
         except ActorDiedError:  # for good
-            self._dead.add(place)
+            self._dead.add(shard)
             return
         except RayActorError:
-            return self._probe(place)
+            return self._probe(shard)
         # not restarted, only slow
         if last is not None and last.incarnation == report.incarnation:
             self.patience = min(2 * self.patience, RECOVERY)
-        self.hear(place, report)
-        del self._probes[place]
+        self.hear(shard, report)
+        del self._probes[shard]
 
     def start(
         self, method: str, arguments: Mapping[int, tuple[object, ...]]
@@ -164,8 +164,8 @@ class Links:
         """Call ``method`` of each shard with its ``arguments``; return Ray's references
         to the answers."""
         return {
-            place: getattr(self.handles[place], method).remote(*given)
-            for place, given in arguments.items()
+            shard: getattr(self.handles[shard], method).remote(*values)
+            for shard, values in arguments.items()
         }
 
     def finish(
@@ -177,13 +177,13 @@ class Links:
             {},
             time.monotonic() + (self.patience if patience is None else patience),
         )
-        for place, call in calls.items():
+        for shard, call in calls.items():
             try:
-                answers[place] = self.engine.get(
+                answers[shard] = self.engine.get(
                     call, timeout=max(0.0, deadline - time.monotonic())
                 )
             except (RayActorError, GetTimeoutError):
-                self.lose(place)
+                self.lose(shard)
         return answers
 
     def wait_for(self, calls: Mapping[int, object], deadline: float) -> None:
@@ -204,10 +204,10 @@ class Links:
     def receive(self, calls: Mapping[int, object]) -> dict[int, Answer]:
         """Wait for the answers to requests, and store the shard's report in each."""
         answers = {
-            place: pickle.loads(answer) for place, answer in self.finish(calls).items()
+            shard: pickle.loads(answer) for shard, answer in self.finish(calls).items()
         }
-        for place, answer in answers.items():
-            self.hear(place, answer.after)
+        for shard, answer in answers.items():
+            self.hear(shard, answer.after)
         return answers
 
     def reports(
@@ -215,54 +215,54 @@ class Links:
     ) -> dict[int, Report]:
         """Wait for calls that return reports; store and return the reports."""
         reports = self.finish(calls, patience)
-        for place, report in reports.items():
-            self.hear(place, report)
+        for shard, report in reports.items():
+            self.hear(shard, report)
         return reports
 
     def ask(
         self,
         method: str,
-        places: Iterable[int] | None = None,
+        shards: Iterable[int] | None = None,
         patience: float | None = None,
     ) -> dict[int, Report]:
-        """Call ``method`` of the shards in ``places`` (default: all but lost ones);
+        """Call ``method`` of the shards in ``shards`` (default: all but lost ones);
         store and return their reports."""
         self.require_open()
         self.revive()
         return self.reports(
             self.start(
-                method, dict.fromkeys(self.live if places is None else places, ())
+                method, dict.fromkeys(self.live if shards is None else shards, ())
             ),
             patience,
         )
 
     # -- writes
 
-    def write(self, place: int, epoch: int, rows: int, arguments: tuple) -> None:
+    def write(self, shard: int, epoch: int, rows: int, arguments: tuple) -> None:
         """Send ``rows`` rows, which flow control has counted, to a shard."""
-        call = self.handles[place].write.remote(*arguments)
-        self._writes[place].append(Write(call, rows, epoch))
+        call = self.handles[shard].write.remote(*arguments)
+        self._writes[shard].append(Write(call, rows, epoch))
 
-    def ask_for_refusals(self, place: int, writer: int) -> None:
+    def ask_for_refusals(self, shard: int, writer: int) -> None:
         """Make the next :meth:`confirm` raise what the shard has refused since the last
         write to it."""
-        call = self.handles[place].refusals.remote(writer)
-        self._writes[place].append(Write(call, 0, 0))
+        call = self.handles[shard].refusals.remote(writer)
+        self._writes[shard].append(Write(call, 0, 0))
 
-    def keeps_up(self, place: int) -> bool:
+    def keeps_up(self, shard: int) -> bool:
         """Wait for at most 1 s while too many writes to a shard are unconfirmed; return
         whether fewer are."""
-        return self.arrives(place, _SLOW, _IN_FLIGHT - 1)
+        return self.arrives(shard, _SLOW, _IN_FLIGHT - 1)
 
-    def arrives(self, place: int, timeout: float, until: int = 0) -> bool:
+    def arrives(self, shard: int, timeout: float, until: int = 0) -> bool:
         """Wait until at most ``until`` writes to a shard are not answered; return False
         after ``timeout`` seconds."""
-        calls = [write.call for write in self._writes[place]]
+        calls = [write.call for write in self._writes[shard]]
         excess = len(calls) - until
         if excess <= 0:
             return True
-        found, _ = self.engine.wait(calls, num_returns=excess, timeout=timeout)
-        return len(found) >= excess
+        finished, _ = self.engine.wait(calls, num_returns=excess, timeout=timeout)
+        return len(finished) >= excess
 
     def confirm(self) -> bool:
         """Take the answers to writes that are there; return False if a write was lost.
@@ -272,16 +272,16 @@ class Links:
         """
         refusals: list[Refusal] = []
         is_complete = True
-        for place, writes in enumerate(self._writes):
+        for shard, writes in enumerate(self._writes):
             while writes and self.engine.wait([writes[0].call], timeout=0)[0]:
                 try:
                     refused = self._answer(writes[0])
                 except RayActorError:
                     refused = []
                     is_complete = False
-                    self.lost_rows[place] += writes[0].rows
+                    self.lost_rows[shard] += writes[0].rows
                     self._give_back(writes[0].epoch, writes[0].rows)
-                    self.lose(place)
+                    self.lose(shard)
                 writes.popleft()
                 for refusal in refused:
                     self._give_back(refusal.epoch, refusal.rows)

@@ -351,15 +351,15 @@ class Shard:
 
         Return what has been refused of this writer's rows since its last call.
         """
-        given = layout_named(layout)
+        data_layout = layout_named(layout)
         # Ray's memory is read-only, and not freed while it is in use
         packed = torch.from_numpy(rows.copy())
-        data = given.unpack(packed.view(*lead, given.row_bytes))
+        data = data_layout.unpack(packed.view(*lead, data_layout.row_bytes))
         stored = written_layout(self.storage)
         if stored is None:
             agreed = self._agreed.find()
-            stored = given if agreed is None else layout_named(agreed)
-        if stored != given:
+            stored = data_layout if agreed is None else layout_named(agreed)
+        if stored != data_layout:
             _refuse_layout(stored, data, lead)
         self._staged.append(Staged(writer, epoch, data))
         is_idle = time.monotonic() - self._last_draw > _IDLE
@@ -553,8 +553,8 @@ def _extend_by(
         first, last = first - steps, last - steps
         if low >= high:
             continue
-        found = open_checkpoint(folder)
-        source, state = found.storage, innermost_state(found.sampler)
+        checkpoint = open_checkpoint(folder)
+        source, state = checkpoint.storage, innermost_state(checkpoint.sampler)
         if source is None or int(source.ring.count[0]) != steps:
             raise CheckpointError(
                 f"{folder} does not hold the {steps} time steps that the manifest says"

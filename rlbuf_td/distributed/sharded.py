@@ -48,16 +48,16 @@ class Manifest(NamedTuple):
     def read(cls, path: Path) -> Manifest:
         """Return the manifest in the folder ``path``; raise a CheckpointError if there
         is none."""
-        found = load_state(path / _FOLDER, _KIND)
+        state = load_state(path / _FOLDER, _KIND)
         with suppress(TypeError):
-            manifest = cls(**found)
+            manifest = cls(**state)
             counts = manifest.lanes, *manifest.steps
             if is_folder(manifest.dump) and all(
                 type(number) is int and number >= 0 for number in counts
             ):
                 return manifest
         raise CheckpointError(
-            f"{path} does not say which dumps of shards belong together: {found}"
+            f"{path} does not say which dumps of shards belong together: {state}"
         )
 
     @classmethod
@@ -72,24 +72,24 @@ class Manifest(NamedTuple):
 
 
 def _names(shards: int) -> list[str]:
-    return [f"shard-{place:04d}" for place in range(shards)]
+    return [f"shard-{shard:04d}" for shard in range(shards)]
 
 
-def newest_dump(path: Path, place: int, shards: int) -> str | None:
+def newest_dump(path: Path, shard: int, shards: int) -> str | None:
     manifest = Manifest.last(path)
     return (
         None
         if manifest is None or len(manifest.steps) != shards
-        else manifest.folders(path)[place]
+        else manifest.folders(path)[shard]
     )
 
 
-def dump_after_restart(path: Path | None, place: int, shards: int) -> str | None:
+def dump_after_restart(path: Path | None, shard: int, shards: int) -> str | None:
     """Return the dump from which the shard of this process continues; None if it has
     not been restarted."""
     if path is None or not is_restarted():
         return None
-    return newest_dump(path, place, shards)
+    return newest_dump(path, shard, shards)
 
 
 def is_restarted() -> bool:
@@ -106,9 +106,9 @@ def rows_after_restart(name: str, shards: int, namespace: str) -> int | None:
     if not is_restarted():
         return None
     calls = []
-    for place in range(shards):
+    for shard in range(shards):
         with suppress(ValueError):  # Ray does not restart it
-            handle = ray.get_actor(f"{name}-{place}", namespace)
+            handle = ray.get_actor(f"{name}-{shard}", namespace)
             calls.append(handle.report.options(max_task_retries=-1).remote())
     rows = 0
     for call in ray.wait(calls, num_returns=len(calls), timeout=RECOVERY)[0]:
@@ -153,7 +153,7 @@ def connect(
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
+    handles = [ray.get_actor(f"{name}-{shard}", namespace) for shard in range(shards)]
     return handles, ray.get_actor(f"{name}-flow", namespace) if has_flow else None, ray
 
 
@@ -264,10 +264,10 @@ class ShardedReplayBuffer(Client):
         actor = ray.remote(Shard)
         self._actors = []
         self._agreed = LayoutInRay(name)
-        for place in range(num_shards):
-            dump = partial(dump_after_restart, self.dump_dir, place, num_shards)
+        for shard in range(num_shards):
+            dump = partial(dump_after_restart, self.dump_dir, shard, num_shards)
             self._actors.append(
-                actor.options(name=f"{name}-{place}", **options).remote(
+                actor.options(name=f"{name}-{shard}", **options).remote(
                     make_buffer, dump, self._agreed
                 )
             )
@@ -305,8 +305,8 @@ class ShardedReplayBuffer(Client):
         self.links.require_open()
         first, self._next_home = self._next_home, self._next_home + n
         return [
-            Client(*self._given[:-1], (first + place) % len(self.links.handles))
-            for place in range(n)
+            Client(*self._given[:-1], (first + shard) % len(self.links.handles))
+            for shard in range(n)
         ]
 
     def health(self) -> dict[str, Any]:
@@ -322,19 +322,19 @@ class ShardedReplayBuffer(Client):
             of flow control, if it is used.
         """
         reports, shards = self.links.ask("report"), []
-        for place, lost_rows in enumerate(self.links.lost_rows):
-            report = reports[place]._asdict() if place in reports else {}
-            shards.append({"alive": place in reports, "lost_rows": lost_rows} | report)
-        found = {
+        for shard, lost_rows in enumerate(self.links.lost_rows):
+            report = reports[shard]._asdict() if shard in reports else {}
+            shards.append({"alive": shard in reports, "lost_rows": lost_rows} | report)
+        health = {
             "shards": shards,
             "lost_shards": self.links.losses,
             "retries": self.retries,
         }
-        found["stale_updates"] = self.stale + sum(
-            shard.get("stale_updates", 0) for shard in shards
+        health["stale_updates"] = self.stale + sum(
+            counts.get("stale_updates", 0) for counts in shards
         )
         flow = self._ask_flow("report")
-        return found if flow is None else found | {"flow": flow}
+        return health if flow is None else health | {"flow": flow}
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -344,13 +344,13 @@ class ShardedReplayBuffer(Client):
             f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"
         ]
         # as last reported: debuggers print objects, and must not wait for a shard
-        for place, report in enumerate(self.links.known):
+        for shard, report in enumerate(self.links.known):
             shown = (
                 "lost"
                 if report is None
                 else f"{report.rows:,} rows, mass {report.mass:.6g}"
             )
-            lines.append(f"    {place}: {shown}")
+            lines.append(f"    {shard}: {shown}")
         return "\n".join(lines) + "\n)"
 
     def empty(self) -> None:
@@ -383,14 +383,14 @@ class ShardedReplayBuffer(Client):
         names, last = _names(len(self.links.handles)), Manifest.last(path)
         folder = new_folder(path, _FOLDER, last and last.dump, names)
         flow = self._ask_flow("state_dict")
-        given = {place: (str(folder / name),) for place, name in enumerate(names)}
-        found = self.links.finish(self.links.start("dump", given), _LONG)
-        if len(found) < len(names):
+        folders = {shard: (str(folder / name),) for shard, name in enumerate(names)}
+        sizes = self.links.finish(self.links.start("dump", folders), _LONG)
+        if len(sizes) < len(names):
             raise CheckpointError(
-                f"shards {sorted(given.keys() - found.keys())} are lost: the dump is not complete"
+                f"shards {sorted(folders.keys() - sizes.keys())} are lost: the dump is not complete"
             )
         self.links.ask("report")
-        steps, lanes = zip(*(found[place] for place in given), strict=True)
+        steps, lanes = zip(*(sizes[shard] for shard in folders), strict=True)
         # This makes the new dump the valid one.
         save_state(
             path / _FOLDER,
@@ -423,22 +423,22 @@ class ShardedReplayBuffer(Client):
         self.links.require_open()
         path, links = self._folder(path), self.links
         manifest = Manifest.read(path)
-        given, flow = self._parts(path, manifest), manifest.flow
+        parts, flow = self._parts(path, manifest), manifest.flow
         try:
             FlowControl().refuse_state(flow)
         except ValueError as error:
             raise CheckpointError(f"cannot load {path}: {error}") from None
         try:
-            prepared = links.finish(links.start("prepare", given), _LONG)
-            if len(prepared) < len(given):
+            prepared = links.finish(links.start("prepare", parts), _LONG)
+            if len(prepared) < len(parts):
                 raise CheckpointError("shards are lost: nothing was loaded")
         except BaseException:
             links.start("discard", dict.fromkeys(links.live, ()))
             raise
-        reports = links.reports(links.start("accept", dict.fromkeys(given, ())), _LONG)
+        reports = links.reports(links.start("accept", dict.fromkeys(parts, ())), _LONG)
         self._forget()
         self._ask_flow("restore", flow, sum(report.rows for report in reports.values()))
-        if len(reports) < len(given):
+        if len(reports) < len(parts):
             raise CheckpointError("shards were lost during the load")
 
     def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
@@ -447,14 +447,14 @@ class ShardedReplayBuffer(Client):
         count, total = len(self.links.handles), sum(manifest.steps)
         dumps = [*zip(manifest.folders(path), manifest.steps, strict=True)]
         if len(dumps) == count:
-            return {place: ([dump],) for place, dump in enumerate(dumps)}
-        bounds = [*pairwise(round(place * total / count) for place in range(count + 1))]
+            return {shard: ([dump],) for shard, dump in enumerate(dumps)}
+        bounds = [*pairwise(round(shard * total / count) for shard in range(count + 1))]
         most = max(last - first for first, last in bounds) * manifest.lanes
         if most > self.spec.capacity:
             raise ValueError(
                 f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}"
             )
-        return {place: (dumps, part) for place, part in enumerate(bounds)}
+        return {shard: (dumps, part) for shard, part in enumerate(bounds)}
 
     def _folder(self, path: str | Path | None) -> Path:
         path = self.dump_dir if path is None else Path(path).absolute()

@@ -208,7 +208,10 @@ class PettingZooRecorder(Recorder):
         self._clear_absent()
         # if this step fails, a reset must follow
         self._observed = [None] * len(self.envs)
-        results = [env.step(each) for env, each in zip(self.envs, actions, strict=True)]
+        results = [
+            env.step(env_action)
+            for env, env_action in zip(self.envs, actions, strict=True)
+        ]
         for e, result in enumerate(results):
             self._fill_after(e, before[e], result)
         self._write()
@@ -255,38 +258,38 @@ class PettingZooRecorder(Recorder):
     ) -> None:
         columns = self._rows
         for group in self.groups:
-            for place, agent in enumerate(group.agents):
-                at = e, place, ...
+            for number, agent in enumerate(group.agents):
+                cell = e, number, ...
                 if agent in agents:
-                    columns[group.name, "mask"][at] = True
-                    fill_parts_(columns, group.action_paths, actions[agent], at)
-                    fill_parts_(columns, group.observation_paths, observed[agent], at)
+                    columns[group.name, "mask"][cell] = True
+                    fill_parts_(columns, group.action_paths, actions[agent], cell)
+                    fill_parts_(columns, group.observation_paths, observed[agent], cell)
                 elif (group.name, ACTION_MASK) in columns:
-                    columns[group.name, ACTION_MASK][at] = True
+                    columns[group.name, ACTION_MASK][cell] = True
 
     def _fill_after(self, e: int, before: list[str], result: Any) -> None:
         observed, rewards, terminated, truncated, _ = result
         agents, columns = self.envs[e].agents, self._rows
         for group in self.groups:
             name, paths = group.name, after_step(group.observation_paths)
-            for place, agent in enumerate(group.agents):
-                lives, at = agent in agents, (e, place, ...)
-                columns["next", name, "mask"][at] = lives
+            for number, agent in enumerate(group.agents):
+                lives, cell = agent in agents, (e, number, ...)
+                columns["next", name, "mask"][cell] = lives
                 if agent in observed and (lives or agent in before):
-                    fill_parts_(columns, paths, observed[agent], at)
+                    fill_parts_(columns, paths, observed[agent], cell)
                 elif (name, ACTION_MASK) in columns:
-                    columns["next", name, ACTION_MASK][at] = True
+                    columns["next", name, ACTION_MASK][cell] = True
                 ended = cut = True
                 if agent in before:
                     fill_(
-                        columns["next", name, "reward"][e, place, 0, ...],
+                        columns["next", name, "reward"][e, number, 0, ...],
                         rewards[agent],
                         ("next", name, "reward"),
                     )
                     ended, cut = bool(terminated[agent]), bool(truncated[agent])
                     _refuse_loss(agent, lives, ended, cut, agent in observed)
                 for key, flag in zip(FLAGS, (ended or cut, ended, cut), strict=True):
-                    columns["next", name, key][at] = flag
+                    columns["next", name, key][cell] = flag
         done = not agents
         ended = done and all(terminated[agent] for agent in before)
         for key, flag in zip(FLAGS, (done, ended, done and not ended), strict=True):

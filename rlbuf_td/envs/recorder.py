@@ -219,11 +219,11 @@ class Recorder:
                 schema.set(key, value := value.to(leaf.dtype))
             is_alike = (value.dtype, value.shape[1:]) == (leaf.dtype, leaf.shape)
             if not is_alike and not self._is_transformed:
-                given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
+                fault = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
                 stored_as = (
                     f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
                 )
-                raise SchemaError(f"{given}, {stored_as}: {_REMEDY}")
+                raise SchemaError(f"{fault}, {stored_as}: {_REMEDY}")
 
     def _refuse_missing(self, key: Key, value: torch.Tensor) -> None:
         """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first

@@ -284,7 +284,7 @@ def entries(value: object) -> dict[str, Any] | None:
                 )
         return dict(value.items())
     if isinstance(value, tuple):
-        return {str(place): part for place, part in enumerate(value)}
+        return {str(number): part for number, part in enumerate(value)}
     return None
 
 
@@ -380,13 +380,13 @@ class AgentGroup:
         as a dict of meta tensors."""
         lead = (*lanes, len(self.agents))
         value = value_of_space(self.observation, lead, (self.name, OBSERVATION))
-        found: dict[str, torch.Tensor | TensorDict] = {
+        schema: dict[str, torch.Tensor | TensorDict] = {
             OBSERVATION: value,
             "mask": _flag(lead),
         }
         if isinstance(value, TensorDict) and ACTION_MASK in value.keys():
-            found[ACTION_MASK] = value.pop(ACTION_MASK).to(torch.bool)
-        return found
+            schema[ACTION_MASK] = value.pop(ACTION_MASK).to(torch.bool)
+        return schema
 
     @cached_property
     def observation_paths(self) -> Paths:
@@ -439,28 +439,28 @@ def groups_of(
     remedy = "put them in groups of their own, group_map={name: [agent, ...], ...}"
     made = (
         [
-            (name, (*each,), *_spaces_of(env, each, remedy))
-            for name, each in group_map.items()
+            (name, (*members,), *_spaces_of(env, members, remedy))
+            for name, members in group_map.items()
         ]
         for env in envs
     )
-    found, *others = ([AgentGroup(*group) for group in groups] for groups in made)
+    first, *others = ([AgentGroup(*group) for group in groups] for groups in made)
     for number, (env, other) in enumerate(zip(envs[1:], others, strict=True), 1):
-        if [*env.possible_agents] != agents or other != found:
+        if [*env.possible_agents] != agents or other != first:
             raise SchemaError(
                 f"environment {number} has other agents or spaces than environment 0"
             )
-    return found
+    return first
 
 
 def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for agent in agents:
         name, _, number = agent.rpartition("_")
-        found.setdefault(
+        groups.setdefault(
             name if name and number.lstrip("+-").isdecimal() else agent, []
         ).append(agent)
-    return found
+    return groups
 
 
 def _spaces_of(

@@ -102,8 +102,8 @@ def as_transition(step: GymnasiumStep) -> TensorDict:
     after = observed[1] | {"reward": _reward(step.reward, lanes)}
     after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
     after["done"] = after["terminated"] | after["truncated"]
-    more = tensors_of(step.extras, "extras")
-    for part, added in ((after, more.pop("next", {})), (root, more)):
+    extras = tensors_of(step.extras, "extras")
+    for part, added in ((after, extras.pop("next", {})), (root, extras)):
         if not isinstance(added, dict):
             raise SchemaError(
                 f"the extra 'next' must be a dict of entries, got a {type(added).__name__}"
@@ -133,7 +133,8 @@ def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
     ]
     for key in {**shapes[0], **shapes[1]}:
         this, following = (
-            f"of shape {each[key]}" if key in each else "missing" for each in shapes
+            f"of shape {part_shapes[key]}" if key in part_shapes else "missing"
+            for part_shapes in shapes
         )
         if this != following:
             order = "the arguments are obs, action, reward, next_obs, terminated, truncated, in this order"

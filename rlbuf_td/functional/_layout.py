@@ -38,28 +38,28 @@ class TimeLayout(NamedTuple):
         """Check ``values`` and ``others`` (reward, done, terminated); return the
         layout, and each as ``[L, T, F]``."""
         reward, done, terminated = others
-        given = values | {
+        named = values | {
             "reward": reward,
             "done": done,
             "terminated": done if terminated is None else terminated,
         }
         inputs = {
             name: _checked(function, name, x, must_float=name in values)
-            for name, x in given.items()
+            for name, x in named.items()
         }
         first = next(iter(inputs.values()))
         shape, device = tuple(first.shape), first.device
         if any(x.shape != shape for x in inputs.values()):
-            found: dict[str, object] = {
+            differing: dict[str, object] = {
                 name: tuple(x.shape) for name, x in inputs.items()
             }
             raise ValueError(
-                f"{function}: all inputs must share one shape [*batch, T, *features], got {found}."
+                f"{function}: all inputs must share one shape [*batch, T, *features], got {differing}."
             )
         if any(x.device != device for x in inputs.values()):
-            found = {name: str(x.device) for name, x in inputs.items()}
+            differing = {name: str(x.device) for name, x in inputs.items()}
             raise ValueError(
-                f"{function}: all inputs must be on one device, got {found}."
+                f"{function}: all inputs must be on one device, got {differing}."
             )
         if first.numel() == 0:
             raise ValueError(

@@ -75,9 +75,9 @@ class RolloutEstimator:
         if missing:
             lead = rows.batch_size[:ndim]
             need = f"{missing} of {value.numel()} values {self.value_key!r} are missing or NaN"
-            found = self._network_values(rows, lead, need)
-            self._refuse_other_shape(found, reward.shape)
-            value = added = torch.where(is_missing, found.to(value.dtype), value)
+            values = self._network_values(rows, lead, need)
+            self._refuse_other_shape(values, reward.shape)
+            value = added = torch.where(is_missing, values.to(value.dtype), value)
             asked = lead.numel()
         ends, terminated = self._ends(rows, value, ndim)
         if not self.has_checked_order:
@@ -88,7 +88,7 @@ class RolloutEstimator:
             absent = ~expand_as_right(mask, value)
             ends, terminated = ends | absent, terminated | absent
             ends[:-1] |= absent[1:]
-        next_value, more = self._next_values(rows, value, ends, terminated, ndim)
+        next_value, next_count = self._next_values(rows, value, ends, terminated, ndim)
         inputs = value, next_value, reward, ends, terminated
         if self.own is None:
             advantage, target = generalized_advantage_estimate(
@@ -101,7 +101,7 @@ class RolloutEstimator:
                 advantage.masked_fill(absent, 0),
                 target.masked_fill(absent, 0),
             )
-        return Estimates(advantage, target, added, asked + more)
+        return Estimates(advantage, target, added, asked + next_count)
 
     def _refuse_other_shape(self, value: Tensor, shape: torch.Size) -> None:
         if value.shape != shape:
@@ -207,22 +207,22 @@ class RolloutEstimator:
         keys = self.done_key, self.terminated_key, self.truncated_key
         for key, name in zip(keys, ("done", "terminated", "truncated"), strict=True):
             _refuse_missing(rows, key, ("next", name))
-        found = self._pair(keys, rows, value, ndim)
-        own = None
+        flags = self._pair(keys, rows, value, ndim)
+        agent_flags = None
         if self.group:
             beside = as_tuple(self.reward_key)[:-1]
             of_agents = tuple(
                 (*beside, name) for name in ("done", "terminated", "truncated")
             )
-            own = self._pair(of_agents, rows, value, ndim)
-        if found is None and own is None:
+            agent_flags = self._pair(of_agents, rows, value, ndim)
+        if flags is None and agent_flags is None:
             raise SchemaError(
                 f"no {self.done_key!r} in the data; there are {_names(rows)}"
             )
-        if found is None or own is None:
-            return own or found  # pyrefly: ignore [bad-return]
+        if flags is None or agent_flags is None:
+            return agent_flags or flags  # pyrefly: ignore [bad-return]
         # an agent that is not done does not terminate with the others
-        return found[0] | own[0], own[1]
+        return flags[0] | agent_flags[0], agent_flags[1]
 
     def _pair(
         self,
@@ -287,10 +287,10 @@ class RolloutEstimator:
         stored = following.get(self.value_key, None)
         if stored is None:
             need = f"{count} rows need the value of their next state: their trajectories break off"
-            found = self._network_values(following, torch.Size([count]), need, index)
+            values = self._network_values(following, torch.Size([count]), need, index)
         else:
-            found, count = stored[index], 0
-        next_value[index] = found.to(value.dtype)
+            values, count = stored[index], 0
+        next_value[index] = values.to(value.dtype)
         return next_value, count
 
     @torch.no_grad()
@@ -340,9 +340,9 @@ class RolloutEstimator:
             if self.group:
                 data.set(("next", *self.group, name), flags)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
-        found = self.own(data)  # pyrefly: ignore [not-callable]
-        _refuse_estimates(found, inputs[0].movedim(0, ndim - 1))
-        advantage, target = found
+        estimates = self.own(data)  # pyrefly: ignore [not-callable]
+        _refuse_estimates(estimates, inputs[0].movedim(0, ndim - 1))
+        advantage, target = estimates
         return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(
             ndim - 1, 0
         )

@@ -86,8 +86,8 @@ def check(
         getattr(source, "_write_lock", nullcontext()),
     ):
         record = Record(storage, writer, bounds)
-        found, wrong = [*_order_findings(record)], record.wrong.items()
-        found += [
+        findings, wrong = [*_order_findings(record)], record.wrong.items()
+        findings += [
             record.finding(code, where, record.rows, key)
             for (code, key), where in wrong
             if bool(where.any())
@@ -96,7 +96,7 @@ def check(
             key for key, value in record.kinds.items() if value.dtype is torch.float64
         ]:
             one = doubles[0] if len(doubles) == 1 else None
-            found += [
+            findings += [
                 record.finding(
                     "float64",
                     None,
@@ -105,11 +105,11 @@ def check(
                     keys=", ".join(map(show_key, doubles)),
                 )
             ]
-    found = sorted(
-        (each for each in found if each.code not in ignored),
-        key=lambda each: CODES.index(each.code),
+    findings = sorted(
+        (finding for finding in findings if finding.code not in ignored),
+        key=lambda finding: CODES.index(finding.code),
     )
-    return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
+    return Report(tuple(findings), record.rows, record.shape, tuple(record.skipped))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -164,9 +164,9 @@ def _interleaved(record: Record, ended: Tensor) -> Iterator[Finding]:
         return
     lane = (~record.paired).cumsum(0) - (~record.paired).long()
     _, name = torch.stack((lane, record.ids.long())).unique(dim=1, return_inverse=True)
-    place = torch.arange(record.rows, device="cpu")
-    last = torch.zeros_like(place).scatter_reduce(0, name, place, "amax")
-    left_off = record.ends & ~ended & (last[name] > place)
+    position = torch.arange(record.rows, device="cpu")
+    last = torch.zeros_like(position).scatter_reduce(0, name, position, "amax")
+    left_off = record.ends & ~ended & (last[name] > position)
     stretches = int((record.cut | ~record.paired).sum())
     if 2 * int(left_off.sum()) > stretches and record.rows < _SHORT * stretches:
         mean = record.rows / stretches
@@ -217,18 +217,18 @@ def _broken(
 ) -> Finding:
     """Return the finding about rows whose next observation differs from the following
     row's observation."""
-    of, sample = int(record.inside.sum()), _spread(where)
+    total, sample = int(record.inside.sum()), _spread(where)
     if mostly and bool((record.there == record.here)[sample].all()):
-        return record.finding("observation-reused", where, of)
+        return record.finding("observation-reused", where, total)
     if _are_elsewhere(record, sample):
-        return record.finding("lanes-mixed", where, of)
+        return record.finding("lanes-mixed", where, total)
     if never and not mostly:
         seen = (
             "The observations show resets at these rows, and no done flag is ever set."
         )
         return record.finding("done-never", where, record.rows, seen=seen)
     return record.finding(
-        "next-observation-differs" if mostly else "reset-without-done", where, of
+        "next-observation-differs" if mostly else "reset-without-done", where, total
     )
 
 
@@ -238,8 +238,8 @@ def _are_elsewhere(record: Record, sample: Tensor) -> bool:
     matches = torch.stack(
         [(record.here == there).sum() for there in record.there[sample]]
     )
-    found = matches[matches > 0]
-    return len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3
+    counts = matches[matches > 0]
+    return len(counts) >= max(1, len(sample) // 2) and int(counts.median()) <= 3
 
 
 def _shifted(record: Record, done: Tensor) -> Finding | None:
@@ -290,13 +290,13 @@ def _is_no_chance(record: Record) -> bool:
 def _not_reset(record: Record) -> Finding:
     """Return the finding about trajectory ends whose next observation equals the
     following row's observation."""
-    where, of = record.unbroken, int(record.ends.sum())
+    where, total = record.unbroken, int(record.ends.sum())
     here, after = _jumps(record, where)
     if not max(here, after):
-        return record.finding("done-without-reset", where, of)
+        return record.finding("done-without-reset", where, total)
     if here >= after:
-        return record.finding("final-observation-lost", where, of, jump=here)
-    return record.finding("reset-row-stored", where.roll(1), of, jump=after)
+        return record.finding("final-observation-lost", where, total, jump=here)
+    return record.finding("reset-row-stored", where.roll(1), total, jump=after)
 
 
 def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
@@ -327,6 +327,7 @@ def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     limit = usually.quantile(0.9 if len(rows) >= 4 else 0.99)
     here, after = (
-        float(each.median() / mean) * bool(each.median() > limit) for each in others
+        float(distances.median() / mean) * bool(distances.median() > limit)
+        for distances in others
     )
     return here, after

@@ -225,7 +225,7 @@ class Record:
             *(x.tolist() for x in np.unravel_index(cells[:_NAMED].numpy(), self.shape)),
             strict=True,
         )
-        rows = tuple(place if len(place) > 1 else place[0] for place in places)
+        rows = tuple(cell if len(cell) > 1 else cell[0] for cell in places)
         explanation, remedy = (
             text.format(key=key and show_key(key), **words) for text in FAULTS[code]
         )
@@ -242,10 +242,10 @@ class Record:
 
 def open_source(source: object) -> tuple[Storage, Writer | None]:
     if isinstance(source, str | PathLike):
-        found = open_checkpoint(Path(source)).storage
-        if found is None:
+        storage = open_checkpoint(Path(source)).storage
+        if storage is None:
             raise ValueError(f"{source} holds no rows")
-        return found, None
+        return storage, None
     if isinstance(source, ReplayBuffer):
         return source.storage, source.writer
     if isinstance(source, Storage):

@@ -80,12 +80,12 @@ class Report:
             if len(self.shape) > 1
             else ""
         )
-        found = (
+        summary = (
             "nothing found"
             if self.healthy
             else f"{len(self)} finding{'s' * (len(self) > 1)}"
         )
-        parts = [f"{self.rows:,} rows{lanes} read: {found}", *map(str, self.findings)]
+        parts = [f"{self.rows:,} rows{lanes} read: {summary}", *map(str, self.findings)]
         if self.skipped:
             parts.append(
                 "\n".join(
