@@ -110,12 +110,12 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
-        place, self._file_name = (
+        path, self._file_name = (
             _locator().get_cache_path(),
             f"{function.__module__}.{self._impl.filename_base}",
         )
-        self._impl._locator, self._cache_path = _locator(), place
-        self._cache_file = IndexDataCacheFile(place, self._file_name, _digest())
+        self._impl._locator, self._cache_path = _locator(), path
+        self._cache_file = IndexDataCacheFile(path, self._file_name, _digest())
         # by process: a forked one cannot take its parent's
         self._locks: dict[int, FileLock] = {}
 
@@ -131,19 +131,19 @@ class _Cache(FunctionCache):
     def load_overload(
         self, signature: Signature, target: CPUContext
     ) -> CompileResult | None:
-        found = self._load(signature, target)
-        if found is None:
+        code = self._load(signature, target)
+        if code is None:
             # Loops do not call each other in a circle, so that no two processes wait
             # for each other. a file system without locks, or a process that has stopped
             with suppress(OSError, NotImplementedError):
                 _locator().ensure_cache_path()
                 self._lock.acquire()
-                found = self._load(signature, target)
-                if found is not None:
+                code = self._load(signature, target)
+                if code is not None:
                     self._lock.release()
-        if found is None:
+        if code is None:
             _announce()
-        return found
+        return code
 
     def _load(self, signature: Signature, target: CPUContext) -> CompileResult | None:
         with suppress(OSError):

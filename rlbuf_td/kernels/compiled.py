@@ -82,8 +82,8 @@ def call(at: Place, function: ir.Value, argument: ir.Value) -> None:
 
 @instruction(lambda array: types.int64(array))
 def address_of(at: Place, array: ir.Value) -> ir.Value:
-    found = at.context.make_array(at.kinds[0])(at.context, at.builder, array)
-    return at.builder.ptrtoint(found.data, ir.IntType(64))
+    struct = at.context.make_array(at.kinds[0])(at.context, at.builder, array)
+    return at.builder.ptrtoint(struct.data, ir.IntType(64))
 
 
 @instruction(
@@ -142,19 +142,19 @@ def prefetch(at: Place, address: ir.Value) -> None:
 def touch(at: Place, address: ir.Value) -> None:
     """Load the byte at an address and discard it. Processors drop some of many
     prefetches, but never a load."""
-    place = at.builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
+    typed = at.builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
     # The compiler removes a plain load that nobody reads; "monotonic" is the cheapest
     # that it keeps (1: any place).
-    at.builder.load_atomic(place, "monotonic", 1)
+    at.builder.load_atomic(typed, "monotonic", 1)
 
 
 @instruction(lambda address, kind: kind.dtype(types.int64, kind))
 def load(at: Place, address: ir.Value, kind: ir.Value) -> ir.Value:
     dtype = at.kinds[1].dtype
-    place = at.builder.inttoptr(
+    typed = at.builder.inttoptr(
         address, ir.PointerType(at.context.get_data_type(dtype))
     )
-    return at.context.unpack_value(at.builder, dtype, place)
+    return at.context.unpack_value(at.builder, dtype, typed)
 
 
 @instruction(lambda address, bound: types.uint64(types.int64, types.float64))
@@ -163,8 +163,8 @@ def count_sums(at: Place, address: ir.Value, bound: ir.Value) -> ir.Value:
     are at most ``bound``."""
     builder, numbers = at.builder, ir.VectorType(ir.FloatType(), 16)
     lanes, sums = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.DoubleType(), 16)
-    place = builder.inttoptr(address, ir.PointerType(numbers))
-    total = builder.fpext(builder.load(place, align=4), sums)
+    typed = builder.inttoptr(address, ir.PointerType(numbers))
+    total = builder.fpext(builder.load(typed, align=4), sums)
     # add to each sum the one that is ``step`` lanes before it, or 0
     for step in (1, 2, 4, 8):
         before = ir.Constant(
@@ -177,15 +177,17 @@ def count_sums(at: Place, address: ir.Value, bound: ir.Value) -> ir.Value:
         ir.Constant(sums, ir.Undefined), bound, ir.IntType(32)(0)
     )
     bounds = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 16))
-    found = builder.bitcast(builder.fcmp_ordered("<=", total, bounds), ir.IntType(16))
-    return builder.zext(builder.ctpop(found), ir.IntType(64))
+    is_below = builder.bitcast(
+        builder.fcmp_ordered("<=", total, bounds), ir.IntType(16)
+    )
+    return builder.zext(builder.ctpop(is_below), ir.IntType(64))
 
 
 def _fields(address: types.Type, i: types.Type, kind: types.Type) -> Signature:
-    found = types.NamedUniTuple(
+    fields = types.NamedUniTuple(
         types.int64, len(kind.instance_class._fields), kind.instance_class
     )
-    return found(types.int64, types.int64, kind)
+    return fields(types.int64, types.int64, kind)
 
 
 @instruction(_fields)
@@ -205,16 +207,16 @@ def load_fields(at: Place, address: ir.Value, i: ir.Value, kind: ir.Value) -> ir
         builder.gep(array, [builder.add(first, number(field))])
         for field in range(count)
     )
-    return cgutils.pack_array(builder, [builder.load(place) for place in places])
+    return cgutils.pack_array(builder, [builder.load(typed) for typed in places])
 
 
 @instruction(lambda address, value, kind: types.void(types.int64, kind.dtype, kind))
 def store(at: Place, address: ir.Value, value: ir.Value, kind: ir.Value) -> None:
     dtype = at.kinds[2].dtype
-    place = at.builder.inttoptr(
+    typed = at.builder.inttoptr(
         address, ir.PointerType(at.context.get_data_type(dtype))
     )
-    at.context.pack_value(at.builder, dtype, value, place)
+    at.context.pack_value(at.builder, dtype, value, typed)
 
 
 _ON_BYTES = types.int64, types.int64, types.int64

@@ -81,18 +81,18 @@ def all_parts(
         _records.clear()
     record, began = _records.setdefault(nbytes, _Record()), perf_counter()
     in_threads = record.left <= 0
-    found = (
+    is_done = (
         _work_together(work, begin, end, threads) if in_threads else work(begin, end)
     )
     record.note(perf_counter() - began, in_threads)
-    return found
+    return is_done
 
 
 def _work_together(
     work: Callable[[int, int], bool], begin: int, end: int, threads: int
 ) -> bool:
     size = -(-(end - begin) // (threads * _PARTS))
-    parts, found = deque(range(begin, end, size)), []
+    parts, results = deque(range(begin, end, size)), []
     helpers: list[Event] = []  # of the threads that have begun; set when they end
     errors: list[BaseException] = []
 
@@ -100,7 +100,7 @@ def _work_together(
         with suppress(IndexError):  # no part is left
             while True:
                 first = parts.popleft()
-                found.append(work(first, min(first + size, end)))
+                results.append(work(first, min(first + size, end)))
 
     def help_out() -> None:
         ended = Event()
@@ -122,7 +122,7 @@ def _work_together(
         _stop(parts, helpers)
     if errors:
         raise errors[0]
-    return all(found)
+    return all(results)
 
 
 def _stop(parts: deque[int], helpers: list[Event]) -> None:

@@ -63,15 +63,21 @@ class Sections:
             fit = f"{cells * _MAX_ENTRIES // most:,} of these fit. Take a smaller max_size"
             raise SchemaError(f"{cells:,} deduplicated rows are too many: {fit}")
         numbers, following, entries = _pages(cells * dedup.stored.row_bytes), [], []
-        at = numbers + _pages(8 + 16 * len(chunks))
+        offset = numbers + _pages(8 + 16 * len(chunks))
         for group, count in zip(dedup.groups, chunks, strict=True):
-            following.append(at)
-            at += _pages(4 * count)
-            entries.append(at)
-            at += _pages(group.nbytes * count << group.bits)
+            following.append(offset)
+            offset += _pages(4 * count)
+            entries.append(offset)
+            offset += _pages(group.nbytes * count << group.bits)
         likely = following[0] + sum(cells * group.nbytes for group in dedup.groups)
         return cls(
-            numbers, tuple(following), tuple(entries), chunks, following[0], likely, at
+            numbers,
+            tuple(following),
+            tuple(entries),
+            chunks,
+            following[0],
+            likely,
+            offset,
         )
 
 
@@ -102,13 +108,13 @@ class Entries:
         self._sections = sections = Sections.of(dedup, shape)
         self.rows = block[: prod(shape) * dedup.stored.row_bytes].view(prod(shape), -1)
         self._following = [
-            block[at:][: 4 * n]
-            for at, n in zip(sections.following, sections.chunks, strict=True)
+            block[offset:][: 4 * n]
+            for offset, n in zip(sections.following, sections.chunks, strict=True)
         ]
         #: Per group ``[M, bytes]`` uint8: name ``i`` is entry ``i - 1``.
         self.memory = [
-            block[at:][: n * group.nbytes << group.bits].view(-1, group.nbytes)
-            for at, n, group in zip(
+            block[offset:][: n * group.nbytes << group.bits].view(-1, group.nbytes)
+            for offset, n, group in zip(
                 sections.entries, sections.chunks, self.groups, strict=True
             )
         ]
@@ -160,9 +166,9 @@ class Entries:
             for g, group in enumerate(self.groups)
         ]
         kept = groups, self._dedup.parts, self._dedup.runs
-        self._arrays = [np.array(each, np.int64) for each in kept]
+        self._arrays = [np.array(numbers, np.int64) for numbers in kept]
         (groups_at, parts_at, runs_at), sizes = (
-            (each.ctypes.data for each in self._arrays),
+            (numbers.ctypes.data for numbers in self._arrays),
             [*map(len, self._arrays)],
         )
         self._stored[:] = Stored(
@@ -227,8 +233,8 @@ class Entries:
         """
         from rlbuf_td.kernels.rows import entries_cpu
 
-        given = [*map(on_host, leaves)]  # kept alive for the loop
-        places, cells = np.array(addresses_of(given)), cells.contiguous()
+        host_leaves = [*map(on_host, leaves)]  # kept alive for the loop
+        places, cells = np.array(addresses_of(host_leaves)), cells.contiguous()
         self.begin(head)
         entries_cpu.write(
             self.address,
@@ -289,8 +295,8 @@ class Entries:
                 rings.append(_walk(following, chunks[0] if chunks else -1))
                 oldest = [order[row[0]] for row in rows]
                 is_ordered = all(
-                    order[name] >= at
-                    for row, at in zip(rows, oldest, strict=True)
+                    order[name] >= first
+                    for row, first in zip(rows, oldest, strict=True)
                     for name in row
                 )
                 if (
@@ -345,14 +351,14 @@ def refuse_foreign(
     capacities = Sections.of(
         dedup, torch.Size([ring["steps"], *matrix.shape[1:-1]])
     ).chunks
-    for group, found, chunks in zip(dedup.groups, entries, capacities, strict=False):
+    for group, memory, chunks in zip(dedup.groups, entries, capacities, strict=False):
         fits = (
             fits
-            and len(found.shape) == 2
-            and found.dtype is torch.uint8
-            and found.shape[1] == group.nbytes
+            and len(memory.shape) == 2
+            and memory.dtype is torch.uint8
+            and memory.shape[1] == group.nbytes
         )
-        if not fits or found.shape[0] > chunks << group.bits:
+        if not fits or memory.shape[0] > chunks << group.bits:
             fits = False
             break
         names = (
@@ -365,7 +371,7 @@ def refuse_foreign(
         for lane, live in enumerate(serials):
             owned = _chunks_in_order(
                 names[np.arange(*live) % ring["steps"], lane],
-                found.shape[0],
+                memory.shape[0],
                 group.bits,
             )
             fits = fits and owned is not None and bool((owners[owned] < 0).all())
@@ -383,17 +389,19 @@ def _chunks_in_order(names: np.ndarray, used: int, bits: int) -> np.ndarray | No
         return np.empty(0, np.int32)
     if names.min() < 1 or names.max() > used:
         return None
-    chunks, first, of = np.unique(
+    chunks, first, inverse = np.unique(
         (names - 1) >> bits, return_index=True, return_inverse=True
     )
-    at = (first.argsort().argsort()[of].reshape(names.shape) << bits) + (
+    order = (first.argsort().argsort()[inverse].reshape(names.shape) << bits) + (
         (names - 1) & ((1 << bits) - 1)
     )
-    oldest, newest = at[:, 0], at[:, -1]
+    oldest, newest = order[:, 0], order[:, -1]
     is_sorted = bool((np.diff(oldest) >= 0).all() and (np.diff(newest) >= 0).all())
     return (
         chunks
-        if is_sorted and (at.min(1) == oldest).all() and (at.max(1) == newest).all()
+        if is_sorted
+        and (order.min(1) == oldest).all()
+        and (order.max(1) == newest).all()
         else None
     )
 

@@ -70,15 +70,15 @@ class RowLayout:
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
-        found = []
+        leaves = []
         for key, value in walk(data):
             refuse_unpackable(key, value)
-            found.append(Leaf(key, value.dtype, value.shape[lead_dims:]))
-        if not found:
+            leaves.append(Leaf(key, value.dtype, value.shape[lead_dims:]))
+        if not leaves:
             raise SchemaError("cannot store a TensorDict that contains no tensor")
-        self.leaves = tuple(sorted(found, key=_place))
+        self.leaves = tuple(sorted(leaves, key=_place))
         # leaf index by key
-        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}
+        self.places = {leaf.key: i for i, leaf in enumerate(self.leaves)}
         self.root = _describe(data, lead_dims, (), self.places)
         # offset of each leaf in a row, in bytes
         self.offsets: dict[tuple[str, ...], int] = {}

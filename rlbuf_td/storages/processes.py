@@ -93,16 +93,16 @@ class SharedRows(Attached):
                 self._head_file.refuse(
                     "the description of the rows does not match its checksum"
                 )
-            found = json.loads(text)
+            description = json.loads(text)
             layout, shape = (
-                RowLayout.from_state(found["layout"]),
-                torch.Size(found["shape"]),
+                RowLayout.from_state(description["layout"]),
+                torch.Size(description["shape"]),
             )
             self._refuse_other(shape)
             storage.row_class = storage.row_class or RowClass.of_state(
-                found.get("row_class")
+                description.get("row_class")
             )
-            dedup = saved_dedup(layout, found)
+            dedup = saved_dedup(layout, description)
             storage.adopt(storage.map_rows(layout, shape, dedup, self.file))
 
     def place(self, made: Rows) -> None:
@@ -119,14 +119,14 @@ class SharedRows(Attached):
         text = torch.frombuffer(
             bytearray(json.dumps(description).encode()), dtype=torch.uint8
         )
-        rows, lanes, found = (
+        rows, lanes, exists = (
             made.cells,
             made.cells // made.steps,
             bool(self._described[0]),
         )
         first, size = -(-len(text) // _PAGE) * _PAGE, block_size(lanes)
         nbytes = first + 8 * (2 * rows + size)
-        if self._head_file is not None and found:
+        if self._head_file is not None and exists:
             self._head_file.refuse_short(nbytes)
         elif self._head_file is not None:
             self._head_file.reserve(0, nbytes)
@@ -138,8 +138,8 @@ class SharedRows(Attached):
             )
             self.of_episodes = numbers.view(torch.int32).view(lanes, made.steps, 2)
         self._has_rows = True
-        self.storage._ring.keep_in(block, generations, found=found)
-        if not found:
+        self.storage._ring.keep_in(block, generations, found=exists)
+        if not exists:
             memory[: len(text)] = text
             self._described[1] = zlib.crc32(text.numpy().data)
             self._described[0] = len(text)  # last

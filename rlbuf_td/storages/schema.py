@@ -92,15 +92,15 @@ def refuse_rounding(
     )
     values = values.detach().flatten()
     large = values[~((values >= -largest) & (values <= largest))]
-    for given, cast in zip(large.tolist(), large.to(dtype).tolist(), strict=True):
-        is_whole = isinstance(given, int) or (
-            given.is_integer() and abs(given) <= 2**53
+    for value, cast in zip(large.tolist(), large.to(dtype).tolist(), strict=True):
+        is_whole = isinstance(value, int) or (
+            value.is_integer() and abs(value) <= 2**53
         )
-        if is_whole and given != cast:
+        if is_whole and value != cast:
             kind = str(dtype).removeprefix("torch.")
             remedy = "scale it" if dtype is torch.float64 else remedy
             raise SchemaError(
-                f"{show_key(key)} is {int(given)}, which {kind} changes to {cast:.0f}: {remedy}"
+                f"{show_key(key)} is {int(value)}, which {kind} changes to {cast:.0f}: {remedy}"
             )
 
 
@@ -187,15 +187,16 @@ def refuse_unfit(
     """Raise a SchemaError if ``data``, ``[*lead, ...]``, does not fit the rows;
     ``more`` allows unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
-    given = dict(walk(data))
-    for key, value in given.items():
+    entries = dict(walk(data))
+    for key, value in entries.items():
         refuse_unpackable(key, value)
         leaf = known.get(key)
         if leaf is None and (more or key == ("index",)):
             continue
         if leaf is None:
             _refuse_unknown(
-                [key for key in given if key not in known and key != ("index",)], leaves
+                [key for key in entries if key not in known and key != ("index",)],
+                leaves,
             )
         if value.is_meta:
             raise SchemaError(
@@ -217,7 +218,7 @@ def refuse_unfit(
                 f"expected {kind(leaf.dtype, lead + leaf.shape)}: {remedy}"
             )
     for leaf in leaves:
-        if leaf.key not in given:
+        if leaf.key not in entries:
             raise SchemaError(
                 f"key {leaf.name} is missing, expected as {kind(leaf.dtype, lead + leaf.shape)}: "
                 "every write must hold all keys of the rows"

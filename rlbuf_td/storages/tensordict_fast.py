@@ -100,14 +100,14 @@ def folded(data: TensorDictBase, window: int, name: str | None) -> TensorDictBas
         else folded(entry, window, name)
         for key, entry in data._tensordict.items()
     }
-    found = new_tensordict(entries, batch_size, data.device)
+    windows = new_tensordict(entries, batch_size, data.device)
     if name is not None:
-        found._td_dim_names = [None, name, *[None] * (len(batch_size) - 2)]
-    return found
+        windows._td_dim_names = [None, name, *[None] * (len(batch_size) - 2)]
+    return windows
 
 
 def leaf_of(data: TensorDictBase, key: tuple[str, ...]) -> Any:
-    found: Any = data
+    node: Any = data
     for name in key:
-        found = None if found is None else entries_of(found).get(name)
-    return found
+        node = None if node is None else entries_of(node).get(name)
+    return node

@@ -41,18 +41,16 @@ class LeafMemory:
         self.ahead = max(1, min(_AHEAD, _MOST_AHEAD // max(1, sum(sizes))))
         self._device = device
         # the first tensor with elements
-        self._first = next((place for place, size in enumerate(sizes) if size), None)
+        self._first = next((i for i, size in enumerate(sizes) if size), None)
         self._large = [
-            (place, *entry)
-            for place, entry in enumerate(entries)
-            if sizes[place] in bounds
+            (i, *entry) for i, entry in enumerate(entries) if sizes[i] in bounds
         ]
         self._kept: dict[int, deque[Tensor]] = {
-            place: deque(maxlen=_KEPT) for place, _, _ in self._large
+            i: deque(maxlen=_KEPT) for i, _, _ in self._large
         }
         shapes = [
-            (0,) if place in self._kept else tuple(shape)
-            for place, (_, shape) in enumerate(entries)
+            (0,) if i in self._kept else tuple(shape)
+            for i, (_, shape) in enumerate(entries)
         ]
         strides = [
             torch.empty(shape, dtype=torch.uint8, device="meta").stride()
@@ -64,9 +62,7 @@ class LeafMemory:
         state: dict[str, object] = {
             name: getattr(self, name) for name in self.__slots__
         }
-        return None, state | {
-            "_kept": {place: deque(maxlen=_KEPT) for place in self._kept}
-        }
+        return None, state | {"_kept": {i: deque(maxlen=_KEPT) for i in self._kept}}
 
     def allocate(self) -> list[Tensor]:
         if self._device.type != "cpu":
@@ -75,8 +71,8 @@ class LeafMemory:
                 for entry in zip(*self._small, strict=True)
             ]
         tensors = list(map(_empty_on_cpu, *self._small))
-        for place, dtype, shape in self._large:
-            tensors[place] = _recycled(self._kept[place], dtype, shape)
+        for i, dtype, shape in self._large:
+            tensors[i] = _recycled(self._kept[i], dtype, shape)
         if self._first is not None and not tensors[self._first].data_ptr():
             # raises an error: new tensors hold no data, as in FakeTensorMode
             address_of(tensors[self._first])

@@ -58,15 +58,15 @@ class _Finished(NamedTuple):
 def _finish(slot, row, reasons, reduction, episodes, finished):
     """Record an episode that has ended, and free its slot."""
     (keys, lengths, sums), (records, ends, counters) = episodes, finished
-    at = counters[EPISODES] % records.shape[0]
-    records[at, 0] = counters[STEPS]
-    records[at, 1] = lengths[slot]
+    episode = counters[EPISODES] % records.shape[0]
+    records[episode, 0] = counters[STEPS]
+    records[episode, 1] = lengths[slot]
     for m in range(reduction.shape[0]):
-        records[at, 2 + m] = (
+        records[episode, 2 + m] = (
             sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
         )
     for r in range(ends.shape[1]):
-        ends[at, r] = load(reasons[r] + row, np.uint8)
+        ends[episode, r] = load(reasons[r] + row, np.uint8)
     keys[slot] = FREE
     counters[EPISODES] += 1
 
@@ -123,11 +123,11 @@ def count_steps(
         lengths[slot] += 1
         counters[STEPS] += 1
         for m in range(metrics):
-            at = inputs[2 + m]
+            address = inputs[2 + m]
             x = (
-                load(at + 8 * row, np.float64)
+                load(address + 8 * row, np.float64)
                 if is_double[m]
-                else np.float64(load(at + 4 * row, np.float32))
+                else np.float64(load(address + 4 * row, np.float32))
             )
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
         if load(inputs[1] + row, np.uint8):

@@ -303,13 +303,13 @@ class ChunkedOrder:
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
             **shape,
         )
-        magnitude, place = tensors["bits"].view(torch.float32), record.ctypes.data
+        magnitude, address = tensors["bits"].view(torch.float32), record.ctypes.data
         # At once, because an interrupt may come: the record has addresses of the
         # tensors.
         self.tensors, self.addresses, self.address, self.magnitude = (
             tensors,
             record,
-            place,
+            address,
             magnitude,
         )
         self.lock = Lock()  # held around the loops, which release the GIL
@@ -413,8 +413,8 @@ class ChunkedOrder:
                 np.append(first[used:], before[used:]) == NO_KEY
             ).all(),
         }
-        if found := [name for name, is_wrong in faults.items() if is_wrong]:
-            raise AssertionError(f"wrong in a rank order: {', '.join(found)}")
+        if wrong := [name for name, is_wrong in faults.items() if is_wrong]:
+            raise AssertionError(f"wrong in a rank order: {', '.join(wrong)}")
 
     def __getstate__(self) -> dict[str, Tensor | dict[str, Tensor]]:
         if get_spawning_popen() is not None and self.magnitude.is_shared():

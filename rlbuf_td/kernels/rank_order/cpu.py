@@ -236,8 +236,8 @@ def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Dr
     _search(chunks.before, chunks.head[USED], before, index)
     for j in range(batch):
         position = np.uint64(index[j])
-        at = np.uint64(before[j] - chunks.before[position])
-        index[j] = chunks.keys[np.uint64(chunks.chunk[position]), at] & _ROW
+        slot = np.uint64(before[j] - chunks.before[position])
+        index[j] = chunks.keys[np.uint64(chunks.chunk[position]), slot] & _ROW
     # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the
     # largest weight.
     power = ranks.alpha * law.beta
@@ -352,11 +352,11 @@ def _delete(chunks, index, keys, positions):
         if i + AHEAD < count:
             _fetch_chunk(chunks, positions[i + AHEAD])
         position = positions[i]
-        at = _count_below(chunks, position, keys[i])
-        above = chunks.size[position] - at - 1
+        slot = _count_below(chunks, position, keys[i])
+        above = chunks.size[position] - slot - 1
         move_bytes(
-            _key_address(chunks, position, at),
-            _key_address(chunks, position, at + 1),
+            _key_address(chunks, position, slot),
+            _key_address(chunks, position, slot + 1),
             8 * above,
         )
         chunks.size[position] -= 1
@@ -387,16 +387,16 @@ def _insert(chunks, keys, positions):
 def _insert_run(chunks, position, key, count):
     """Insert up to ``count`` keys ``key, key + 1, ...`` into one chunk that is not
     full; return their number."""
-    at = _count_below(chunks, position, key)
+    first = _count_below(chunks, position, key)
     count = min(count, np.int64(WIDTH - chunks.size[position]))
-    above = chunks.size[position] - at
+    above = chunks.size[position] - first
     move_bytes(
-        _key_address(chunks, position, at + count),
-        _key_address(chunks, position, at),
+        _key_address(chunks, position, first + count),
+        _key_address(chunks, position, first),
         8 * above,
     )
     for i in range(count):
-        chunks.keys[chunks.chunk[position], at + i] = key + i
+        chunks.keys[chunks.chunk[position], first + i] = key + i
     chunks.size[position] += count
     chunks.head[ROWS] += count
     return count

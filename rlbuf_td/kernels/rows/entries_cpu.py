@@ -50,19 +50,19 @@ def _entry(group, name):
 def _expect_entries(stored, row):
     for g in range(stored.group_count):
         group, last = load_fields(stored.groups, g, Group), np.int32(0)
-        for place in range(group.names):
-            name = load(row + group.names_at + 4 * place, np.int32)
+        for n in range(group.names):
+            name = load(row + group.names_at + 4 * n, np.int32)
             if name != last:
                 prefetch_row(_entry(group, name), min(group.nbytes, 64 * _MOST_LINES))
             last = name
 
 
 @inlined
-def _copy_entry(stored, group, name, place, targets, i):
+def _copy_entry(stored, group, name, n, targets, i):
     """Copy the entry whose name is number ``place`` in a row to row ``i`` of a
     batch."""
-    at, side = _entry(group, name), np.int64(place >= group.pieces)
-    piece = place - side * group.pieces
+    source, side = _entry(group, name), np.int64(n >= group.pieces)
+    piece = n - side * group.pieces
     for p in range(group.first_part, group.past_part):
         part = load_fields(stored.parts, p, Part)
         target = targets[part.next if side else part.root]
@@ -71,7 +71,7 @@ def _copy_entry(stored, group, name, place, targets, i):
         target += (i * part.outer * group.pieces + piece) * part.inner
         for o in range(part.outer):
             copy_bytes(
-                target + o * part.pitch, at + part.into + o * part.inner, part.inner
+                target + o * part.pitch, source + part.into + o * part.inner, part.inner
             )
 
 
@@ -110,13 +110,11 @@ def read(address, targets, cells, begin, end, live, whole):
                 copy_few(target + i * run.nbytes, row + run.offset, run.nbytes)
         for g in range(stored.group_count):
             group = load_fields(stored.groups, g, Group)
-            for place in range(group.names):
+            for n in range(group.names):
                 # A row that has not been written has name 0. Reading entry 1 then
                 # avoids an invalid address.
-                name = max(
-                    load(row + group.names_at + 4 * place, np.int32), np.int32(1)
-                )
-                _copy_entry(stored, group, name, place, targets, i)
+                name = max(load(row + group.names_at + 4 * n, np.int32), np.int32(1))
+                _copy_entry(stored, group, name, n, targets, i)
     return True
 
 
@@ -161,13 +159,13 @@ def _enter_chunk(group, newest, oldest):
 @inlined
 def _append(group, ends):
     """Return the name of the next entry of a lane, whose bytes the caller writes."""
-    at, oldest = load(ends + _NEWEST, np.int64), load(ends + _OLDEST, np.int64)
-    if at & ((np.int64(1) << group.bits) - 1) == 0:
-        at = _enter_chunk(group, at, oldest) << group.bits
-    store(ends + _NEWEST, at + 1, np.int64)
+    newest, oldest = load(ends + _NEWEST, np.int64), load(ends + _OLDEST, np.int64)
+    if newest & ((np.int64(1) << group.bits) - 1) == 0:
+        newest = _enter_chunk(group, newest, oldest) << group.bits
+    store(ends + _NEWEST, newest + 1, np.int64)
     if oldest == 0:
-        store(ends + _OLDEST, at + 1, np.int64)
-    return np.int32(at + 1)
+        store(ends + _OLDEST, newest + 1, np.int64)
+    return np.int32(newest + 1)
 
 
 @kernel
@@ -191,8 +189,8 @@ def link(address, head):
             first = last = np.int64(-1)
             for serial in range(ring[0, lane], ring[1, lane]):
                 cell = serial % (stored.total // stored.lanes) * stored.lanes + lane
-                for place in range(group.names):
-                    name = load(_names_of(stored, group, cell) + 4 * place, np.int32)
+                for n in range(group.names):
+                    name = load(_names_of(stored, group, cell) + 4 * n, np.int32)
                     chunk = (np.int64(name) - 1) >> group.bits
                     if chunk == last or name < 1 or is_live[chunk]:
                         continue
@@ -233,13 +231,13 @@ def _given(group, data, part, side):
 
 @inlined
 def _is_entry(group, data, side, name, piece):
-    at = _entry(group, name)
+    stored = _entry(group, name)
     for p in range(group.first_part, group.past_part):
         part = load_fields(data.parts, p, Part)
-        given = _given(group, data, part, side) + piece * part.inner
+        source = _given(group, data, part, side) + piece * part.inner
         for o in range(part.outer):
             if not same_bytes(
-                at + part.into + o * part.inner, given + o * part.pitch, part.inner
+                stored + part.into + o * part.inner, source + o * part.pitch, part.inner
             ):
                 return False
     return True
@@ -249,13 +247,13 @@ def _is_entry(group, data, side, name, piece):
 def _new_entry(group, data, side, piece, ends):
     """Copy one piece of an observation to a new entry; return the name of the entry."""
     name = _append(group, ends)
-    at = _entry(group, name)
+    target = _entry(group, name)
     for p in range(group.first_part, group.past_part):
         part = load_fields(data.parts, p, Part)
-        given = _given(group, data, part, side) + piece * part.inner
+        source = _given(group, data, part, side) + piece * part.inner
         for o in range(part.outer):
             copy_bytes(
-                at + part.into + o * part.inner, given + o * part.pitch, part.inner
+                target + part.into + o * part.inner, source + o * part.pitch, part.inner
             )
     return name
 
@@ -335,23 +333,23 @@ def _find_ends(stored, group, ends, lane, head, more):
 def _expect_ends(group, ends):
     """Prefetch the newest entry of a lane, and the one that follows unless the ring
     grows."""
-    at = load(ends + _NEWEST, np.int64)
-    if at > 0:
-        prefetch(_entry(group, at))
-        if at & ((np.int64(1) << group.bits) - 1) == 0:
-            at = _following(group, (at - 1) >> group.bits) << group.bits
-        prefetch_row(_entry(group, at + 1), min(group.nbytes, 64 * _MOST_LINES))
+    newest = load(ends + _NEWEST, np.int64)
+    if newest > 0:
+        prefetch(_entry(group, newest))
+        if newest & ((np.int64(1) << group.bits) - 1) == 0:
+            newest = _following(group, (newest - 1) >> group.bits) << group.bits
+        prefetch_row(_entry(group, newest + 1), min(group.nbytes, 64 * _MOST_LINES))
 
 
 @kernel
-def _write_group(stored, group, leaves, head, cells, count, more, ends):
+def _write_group(stored, group, leaves, head, cells, count, lane_counts, ends):
     """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and
     ``ends`` is memory for them."""
     ends_at = address_of(ends)
     for lane in range(stored.lanes):
-        if more[lane]:
+        if lane_counts[lane]:
             _find_ends(
-                stored, group, ends_at + 8 * _ENDS * lane, lane, head, more[lane]
+                stored, group, ends_at + 8 * _ENDS * lane, lane, head, lane_counts[lane]
             )
     for i in range(count):
         if stored.lanes > _ENTRIES and i + _ENTRIES < count:
@@ -359,15 +357,15 @@ def _write_group(stored, group, leaves, head, cells, count, more, ends):
             _expect_ends(group, ends_at + 8 * _ENDS * (soon % stored.lanes))
         cell = load(cells + 8 * i, np.int64)
         if cell >= 0:
-            at = ends_at + 8 * _ENDS * (cell % stored.lanes)
+            lane_ends = ends_at + 8 * _ENDS * (cell % stored.lanes)
             _put(
                 stored,
                 group,
                 Data(leaves, stored.parts, np.int64(i)),
                 _names_of(stored, group, cell),
-                at,
+                lane_ends,
             )
-            store(at + _ROW, cell, np.int64)
+            store(lane_ends + _ROW, cell, np.int64)
 
 
 @kernel
@@ -387,12 +385,12 @@ def write(address, leaves, head, cells, count):
         count: the number of rows of the data.
     """
     stored = load_fields(address, 0, Stored)
-    more = np.zeros(stored.lanes, np.int64)
+    lane_counts = np.zeros(stored.lanes, np.int64)
     for i in range(count):
         cell = load(cells + 8 * i, np.int64)
         if cell >= 0:
-            more[cell % stored.lanes] += 1
+            lane_counts[cell % stored.lanes] += 1
     for g in range(stored.group_count):
         ends = np.zeros((stored.lanes, _ENDS), np.int64)
         group = load_fields(stored.groups, g, Group)
-        _write_group(stored, group, leaves, head, cells, count, more, ends)
+        _write_group(stored, group, leaves, head, cells, count, lane_counts, ends)

@@ -73,12 +73,12 @@ def gae(
         delta, decay = gae_terms(gamma, lmbda, columns)
         advantage = reverse_scan(delta, decay)
         return advantage, advantage + columns[0]
-    given = [x.contiguous() for x in columns]
-    advantage, target = torch.empty_like(given[0]), torch.empty_like(given[0])
+    inputs = [x.contiguous() for x in columns]
+    advantage, target = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
     rollout = (
         gamma,
         gamma * lmbda,
-        *addresses_of((*given, advantage, target)),
+        *addresses_of((*inputs, advantage, target)),
         *advantage.shape,
     )
     dtype = _DTYPES[advantage.dtype]
