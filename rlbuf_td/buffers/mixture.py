@@ -44,6 +44,7 @@ from rlbuf_td.samplers.common import (
     refuse_priorities,
     stored_names,
 )
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import State, as_number, fraction, whole
@@ -400,11 +401,11 @@ class ReplayBufferMixture:
         for name, is_own in members_of(flat, self.names).items():
             member, parts = self.members[name], self.members[name]._initialize()
             if parts.prioritized is not None:
-                updates.append((member, *own_errors(member, flat, is_own)))
-        for update in updates if len(updates) > 1 else []:
-            refuse_update(*update)
-        for member, index, td_error, stamp in updates:
-            member._update_sampled(index, td_error, stamp)
+                updates.append((member, own_update(member, flat, is_own)))
+        for member, update in updates if len(updates) > 1 else []:
+            refuse_update(member, update)
+        for member, update in updates:
+            member._update_sampled(update)
 
     def write_back(
         self,
@@ -814,36 +815,32 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
     return {name: source == place for place, name in enumerate(names) if counts[place]}
 
 
-def own_errors(
-    member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the index of a member's rows in a batch ``[B]``, their TD errors, and
-    their stamps.
+def own_update(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> Update:
+    """Return the update of a member's priorities by a batch ``[B]``.
 
-    Other rows are left out, or have the index -1.
+    Rows of others are left out, or have the index -1.
     """
     parts = member.parts
     if parts.wrapper is not None:
         batch = cast("TensorDictBase", batch[is_own])
     elif has_lane(member, batch):
         batch = batch.copy()
-    index, td_error, stamp, windows = parts.errors_of(
-        without_lane(member, batch), 1, member.priority_key
+    batch = without_lane(member, batch)
+    update = parts.update_of(batch, 1, member.priority_key).reduced()
+    if parts.wrapper is not None:
+        return update
+    index = update.index
+    return update._replace(
+        index=torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1),
+        td_error=torch.where(is_own, update.td_error, 0),
     )
-    if windows is not None:
-        index, td_error = windows.reduced(index, td_error)
-    if parts.wrapper is None:
-        index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
-        td_error = torch.where(is_own, td_error, 0)
-    return index, td_error, stamp
 
 
-def refuse_update(
-    member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: Tensor | None
-) -> None:
+def refuse_update(member: ReplayBuffer, update: Update) -> None:
     """Raise the error that an update of a prioritized member's priorities would
     raise."""
     storage = member.storage
+    index, td_error, stamp, *_ = update
     flat, rows = flat_rows(index, storage, device_of(storage)), len(storage)
     if stamp is not None:
         flat, _ = storage.skip_stale(flat, stamp)

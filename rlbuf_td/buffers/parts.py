@@ -16,9 +16,9 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
 from rlbuf_td.samplers.minibatch import MinibatchSampler
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
@@ -134,13 +134,9 @@ class Parts(NamedTuple):
             return "cannot be combined with track_generations, which counts whole time steps"
         return ""
 
-    def errors_of(
-        self, data: TensorDictBase, dims: int, key: NestedKey
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Windows | None]:
-        """Return the index of the rows whose priorities a batch with ``dims`` batch
-        dims updates, their TD errors, the batch's stamps, and its windows, see
-        :meth:`SamplerWrapper.anchored`.
-        """
+    def update_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Update:
+        """Return the update of priorities by a batch with ``dims`` batch dims, whose TD
+        errors are at ``key``."""
         entries, sampler = entries_of(data), self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")
@@ -165,7 +161,7 @@ class Parts(NamedTuple):
             stamp = first_of_row(stamp, dims, inner_dims(self.storage, dims))
         if self.wrapper is not None:
             index, td_error, windows = self.wrapper.anchored(entries, index, td_error)
-        return index, td_error, stamp, windows
+        return Update(index, td_error, stamp, windows)
 
 
 def has_own(sampler: Sampler, method: str, *empty: object) -> bool:

@@ -72,7 +72,6 @@ from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
-from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (
     OwnSignature,
@@ -83,6 +82,7 @@ from rlbuf_td.samplers.common import (
     reported_by,
 )
 from rlbuf_td.samplers.n_step import joins_steps
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import (
@@ -1892,26 +1892,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
-        self._update_sampled(
-            *parts.errors_of(data, len(data.batch_size), self.priority_key)
-        )
+        update = parts.update_of(data, len(data.batch_size), self.priority_key)
+        self._update_sampled(update)
 
-    def _update_sampled(
-        self,
-        index: torch.Tensor,
-        td_error: torch.Tensor,
-        stamp: torch.Tensor | None,
-        windows: Windows | None = None,
-    ) -> None:
+    def _update_sampled(self, update: Update) -> None:
         """Update the priorities of rows, except of those that are gone since they got
         their stamp."""
         with self.parts.storage.lock:
             parts = self.parts
             # another thread may have replaced the sampler
             if parts.prioritized is not None:
-                stale = parts.prioritized.update_sampled(
-                    index, td_error, stamp, parts.storage, windows
-                )
+                stale = parts.prioritized.update_sampled(update, parts.storage)
                 if type(stale) is not int or stale:
                     self.stale_updates.add(stale)
 

@@ -319,7 +319,7 @@ def restore(
             rb.parts.prioritized.priorities,
         )
         known = magnitude[since] >= 0
-        own.assign(to[known], magnitude[since][known], rb.storage, counts=False)
+        own.set_magnitudes(to[known], magnitude[since][known], rb.storage)
         own.largest = largest
 
 

@@ -26,6 +26,7 @@ from rlbuf_td.samplers import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import merge_
@@ -478,9 +479,8 @@ class Shard:
                 torch.from_numpy(request.handles[current, column])
                 for column in (ROW, STAMP)
             )
-            self.buffer._update_sampled(
-                flat, torch.from_numpy(request.errors[current]), stamp
-            )
+            errors = torch.from_numpy(request.errors[current])
+            self.buffer._update_sampled(Update(flat, errors, stamp))
 
     def _enter(self) -> None:
         """Store all rows that wait; note those that the buffer refuses, for their
@@ -575,9 +575,7 @@ def _extend_by(
                     part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")
                 ).flatten()
                 magnitude = state["magnitude"][cells]
-                prioritized.priorities.assign(
-                    index, magnitude, buffer.storage, counts=False
-                )
+                prioritized.priorities.set_magnitudes(index, magnitude, buffer.storage)
         if prioritized is not None:
             prioritized.priorities.largest = max(
                 prioritized.priorities.largest, float(state["largest"])

@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.batch import UPDATE
+from rlbuf_td.kernels.batch import UPDATE, Updates
 from rlbuf_td.kernels.dispatch import (
     backend_of,
     compiled_form,
@@ -143,6 +143,81 @@ def _are_pairs(index: Any, device: torch.device) -> bool:
     return is_like and index.ndim == 2 and index.shape[1] == 2
 
 
+class Update(NamedTuple):
+    """An update of priorities.
+
+    With ``windows``, the rows are their anchors; index, TD errors and stamps are those
+    of all rows of a batch.
+    """
+
+    index: Any  # flat rows ``[B]``, coordinates, or another index of rows
+    td_error: Any  # ``[B]``, or one for all rows
+    # ``[B]`` int64: rows that are gone since they got it are skipped; None: none are
+    stamp: Tensor | None = None
+    windows: Windows | None = None
+    counts: bool = True  # whether these TD errors can raise the magnitude of new rows
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """Which of the optional fields are set."""
+        return self.stamp is not None, self.windows is not None
+
+    @property
+    def tensors(self) -> list[Any]:
+        """What compiled code reads, in the order of :class:`Updates`."""
+        tensors = [self.index, self.td_error]
+        if self.stamp is not None:
+            tensors.append(self.stamp)
+        if self.windows is not None:
+            tensors += self.windows.mask, self.windows.burn_in_mask
+        return tensors
+
+    def reduced(self) -> Update:
+        """Return the update of the anchors, with one TD error for each window."""
+        if self.windows is None:
+            return self
+        index, td_error = self.windows.reduced(self.index, self.td_error)
+        return self._replace(index=index, td_error=td_error, windows=None)
+
+
+class _Readable:
+    """Recognizes updates whose tensors are like those of an earlier one, which compiled
+    code could read."""
+
+    def __init__(self, update: Update) -> None:
+        tensors = update.tensors
+        self.entries = HostTensors([(x.dtype, x.shape) for x in tensors])
+        self.size = update.td_error.numel()
+        self.in_pairs = update.index.numel() > self.size
+        self.is_double = update.td_error.dtype is torch.float64
+
+    def arguments(
+        self, update: Update, addresses: Sequence[int], written: int
+    ) -> Updates:
+        """Return the arguments of the loop for the addresses of ``update.tensors``;
+        ``written``: the number of cells that hold rows."""
+        index, td_error, *others = addresses
+        stamp = others.pop(0) if update.stamp is not None else 0
+        mask, burn_in_mask, every, eta = 0, 0, 1, 1.0
+        if update.windows is not None:
+            mask, burn_in_mask = others
+            every, eta = update.windows.length, update.windows.eta
+        return Updates(
+            index,
+            td_error,
+            stamp,
+            mask,
+            burn_in_mask,
+            every,
+            eta,
+            self.in_pairs,
+            self.is_double,
+            self.size // every,
+            written,
+            update.counts,
+        )
+
+
 class Priorities:
     """The priorities of the rows of one storage. A row's *magnitude* is its
     ``|td_error|``."""
@@ -155,11 +230,8 @@ class Priorities:
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
-        # recognizes tensors like those of the last update
-        self._inputs = HostTensors([])
-        # of these tensors: the number of TD errors, whether the index has coordinates,
-        # and whether TD errors are float64
-        self._kind = 0, False, False
+        # by form, for updates like the last one
+        self._readable: dict[tuple[bool, bool], _Readable] = {}
         # what compiled code reads; see `record_at`
         self._record: tuple[Any, ...] = (), None, 0
         rule.table = rule.make(capacity, self.device)
@@ -210,23 +282,12 @@ class Priorities:
     @untraced(
         "an update on the CPU checks its input, and changes numbers that no graph knows"
     )
-    def assign(
-        self,
-        index: object,
-        priority: object,
-        storage: Storage | None,
-        *,
-        counts: bool,
-        stamp: Tensor | None = None,
-        windows: Windows | None = None,
-    ) -> int | Tensor:
-        """Set the priorities of rows from TD errors; if ``counts``, these can increase
-        ``largest``.
+    def assign(self, update: Update, storage: Storage | None) -> int | Tensor:
+        """Set the priorities of rows; return the number of those that are skipped
+        because they are gone.
 
-        If ``counts`` and the storage is given, the rows must have been written;
-        otherwise, they may be new. Rows that are gone since they got their ``stamp``,
-        ``[B]``, are skipped. Return the number of these rows. With ``windows``, index,
-        TD errors and stamps are those of a batch, and the rows are the anchors.
+        If ``update.counts`` and the storage is given, the rows must have been written;
+        otherwise, they may be new.
         """
         if storage is not None and (
             storage.max_size > self.capacity or self.serves._storage() is not storage
@@ -235,64 +296,35 @@ class Priorities:
         rule, settings = self.rule, self.settings.values
         if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
             rule.refresh_weights()
-        rows, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
-        if counts and storage is not None:
+        written, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
+        if update.counts and storage is not None:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
-            rows = live if are_cells else len(storage)
-            has_holes = live < rows
-        given: tuple[Any, ...] = (
-            (index, priority) if stamp is None else (index, priority, stamp)
-        )
-        if windows is not None:
-            given = (*given, windows.mask, windows.burn_in_mask)
-        addresses: list[int] | None = None
+            written = live if are_cells else len(storage)
+            has_holes = live < written
+        readable = self._readable.get(update.form)
+        addresses: Sequence[int] | None = None
         stale: int | Tensor = 0
-        if storage is not None and not has_holes:
-            addresses = self._inputs.addresses(given)
-        if addresses is None:
-            if windows is not None and (
-                has_holes or not self._can_read(given, storage)
-            ):
-                index, priority, windows = *windows.reduced(*given[:2]), None
-            if windows is None:
-                given, stale = self._converted(
-                    index, priority, stamp, storage, ring, has_holes
-                )
-            if not len(given[0]):
+        if readable is not None and storage is not None and not has_holes:
+            addresses = readable.entries.addresses(update.tensors)
+        if readable is None or addresses is None:
+            update, stale = self._converted(update, storage, has_holes)
+            if not len(update.index):
                 return stale
             if not self._is_compiled:
-                self._update_with_torch(given[0], given[1], rows, counts)
-                self.keep(given[0], None if counts else storage)
+                self._update_with_torch(update, written)
+                self.keep(update.index, None if update.counts else storage)
                 return stale
-            self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
-            size, is_double = given[1].numel(), given[1].dtype is torch.float64
-            self._kind = size, given[0].numel() > size, is_double
-            addresses = [*map(address_of, given)]
-        # there are two masks, or none
-        stamp_at = addresses[2] if len(given) % 2 else 0
-        of_windows = (
-            (0, 0, 1, 1.0)
-            if windows is None
-            else (*addresses[-2:], windows.length, windows.eta)
-        )
-        size, *kinds = self._kind
-        updates = (
-            *addresses[:2],
-            stamp_at,
-            *of_windows,
-            *kinds,
-            size // of_windows[2],
-            rows,
-            counts,
-        )
+            self._readable[update.form] = readable = _Readable(update)
+            addresses = [*map(address_of, update.tensors)]
+        arguments = readable.arguments(update, addresses, written)
         with rule.table.lock:
-            largest, gone = rule.update_loop()(self.record_at(storage, ring), updates)
+            largest, gone = rule.update_loop()(self.record_at(storage, ring), arguments)
         if largest == REFUSED or self.file is not None:
-            given = given if windows is None else windows.reduced(*given[:2])
-            flat = flat_rows(given[0], storage, self.device)
+            update = update.reduced()
+            flat = flat_rows(update.index, storage, self.device)
             if largest == REFUSED:
-                refuse_priorities(flat, given[1], rows)
-            self.keep(flat, None if counts else storage)
+                refuse_priorities(flat, update.td_error, written)
+            self.keep(flat, None if update.counts else storage)
         return stale + gone
 
     @property
@@ -302,81 +334,50 @@ class Priorities:
             and compiled_form(self.rule, "update_loop") is not None
         )
 
-    def _can_read(self, given: Sequence[Any], storage: Any) -> bool:
-        """Whether compiled code can read index, TD errors, stamps (if any) and masks of
-        windows as they are."""
-        kind, rows, entries = (
-            given[1].dtype,
-            given[1].numel(),
-            [(each.dtype, each.shape) for each in given],
-        )
-        dtypes = [
-            torch.int64,
-            kind,
-            *[torch.int64] * (len(given) % 2),
-            torch.bool,
-            torch.bool,
-        ]
-        are_like = dtypes == [dtype for dtype, _ in entries] and kind in (
-            torch.float32,
-            torch.float64,
-        )
-        are_whole = [rows * storage.ndim] + [rows] * (len(given) - 1) == [
-            each.numel() for each in given
-        ]
-        is_known = self._is_compiled and storage.ndim <= 2 and are_like and are_whole
-        return is_known and HostTensors(entries).addresses(given) is not None
-
     def _converted(
-        self,
-        index: Any,
-        priority: Any,
-        stamp: Tensor | None,
-        storage: Any,
-        ring: Ring | None,
-        has_holes: bool,
-    ) -> tuple[tuple[Tensor, ...], int | Tensor]:
-        """Check and convert the arguments of an update; return them, and the number of
-        rows that are known to be gone.
+        self, update: Update, storage: Any, has_holes: bool
+    ) -> tuple[Update, int | Tensor]:
+        """Check and convert an update; return it, and the number of rows that are known
+        to be gone.
 
-        Compiled code takes flat rows ``[B]`` or coordinates ``[B, 2]``, and skips rows
-        that are gone by itself. The torch form, and rows some of which may be holes,
-        need flat rows, with -1 in place of those that are gone.
+        Compiled code takes windows of usual tensors, flat rows ``[B]`` or coordinates
+        ``[B, 2]``, and skips rows that are gone by itself. The torch form, and rows
+        some of which may be holes, need flat rows, with -1 in place of those that are
+        gone.
         """
-        by_lane = (
-            self._is_compiled
-            and not has_holes
-            and ring is not None
-            and storage.ndim == 2
-        )
-        if not (by_lane and _are_pairs(index, self.device)):
+        is_loop = self._is_compiled and not has_holes
+        if update.windows is not None:
+            if is_loop and _are_usual_windows(update, storage):
+                return update, 0
+            update = update.reduced()
+        index, td_error, stamp, *_ = update
+        takes_pairs = is_loop and hasattr(storage, "ring") and storage.ndim == 2
+        if not (takes_pairs and _are_pairs(index, self.device)):
             index = flat_rows(index, storage, self.device)
-        td_error = as_errors(priority, len(index), self.device)
+        td_error = as_errors(td_error, len(index), self.device)
         stale: int | Tensor = 0
         if stamp is not None:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
-            # of windows
-            if has_holes or not self._is_compiled or stamp.shape != td_error.shape:
-                index, stale = storage.skip_stale(
-                    flat_rows(index, storage, self.device), stamp
-                )
+            is_of_windows = stamp.shape != td_error.shape
+            if is_of_windows or not is_loop:
+                flat = flat_rows(index, storage, self.device)
+                index, stale = storage.skip_stale(flat, stamp)
                 stamp = None
         if has_holes:
             storage.refuse_holes(index)
-        given = index.contiguous(), td_error
-        return (given if stamp is None else (*given, stamp)), stale
+        update = Update(index.contiguous(), td_error, stamp, counts=update.counts)
+        return update, stale
 
-    def _update_with_torch(
-        self, flat: Tensor, td_error: Tensor, rows: int, counts: bool
-    ) -> None:
+    def _update_with_torch(self, update: Update, written: int) -> None:
+        flat, td_error = update.index, update.td_error
         with defer_sigint:
-            largest = self.rule.update_(flat, self.rule.floored(td_error), rows)
+            largest = self.rule.update_(flat, self.rule.floored(td_error), written)
             if type(largest) is float and largest == REFUSED:
-                refuse_priorities(flat, td_error, rows)
-            if counts and isinstance(largest, Tensor):
+                refuse_priorities(flat, td_error, written)
+            if update.counts and isinstance(largest, Tensor):
                 self.largest = largest.clamp(min=self.largest)
-            elif counts:
+            elif update.counts:
                 self.largest = max(largest, self.largest)
 
     def enter(self, index: object, storage: Storage | None) -> None:
@@ -384,7 +385,13 @@ class Priorities:
         # torch.full writes on the device; torch.tensor would copy, and wait for it
         if not isinstance(initial, Tensor):
             initial = torch.full((), initial, dtype=torch.float32, device=self.device)
-        self.assign(index, initial, storage, counts=False)
+        self.set_magnitudes(index, initial, storage)
+
+    def set_magnitudes(
+        self, index: object, magnitude: Tensor, storage: Storage | None
+    ) -> None:
+        """Set magnitudes without raising that of new rows."""
+        self.assign(Update(index, magnitude, counts=False), storage)
 
     def admit(self, storage: Storage) -> int:
         """Give stored rows without a priority the magnitude of new rows; return their
@@ -503,7 +510,7 @@ class Priorities:
         """Move the priorities to the storage's device, and increase ``capacity`` to the
         storage's ``max_size``."""
         self.serves.claim(storage)
-        self._inputs = HostTensors([])
+        self._readable = {}
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
@@ -581,7 +588,7 @@ class Priorities:
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
-            "_inputs": HostTensors([]),
+            "_readable": {},
             "_record": ((), None, 0),
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
@@ -600,3 +607,22 @@ def refuse_magnitude(magnitude: Tensor, capacity: int) -> None:
         raise ValueError("the saved magnitude holds NaN or infinite values")
     if ((magnitude < 0) & (magnitude != -1)).any():
         raise ValueError("the saved magnitude holds negative numbers other than -1")
+
+
+def _are_usual_windows(update: Update, storage: Any) -> bool:
+    """Whether the loop can read windows, and the stamps of their rows, as they are."""
+    if storage.ndim > 2:
+        return False
+    tensors, rows = update.tensors, update.td_error.numel()
+    dtypes = [torch.int64, update.td_error.dtype]
+    if update.stamp is not None:
+        dtypes.append(torch.int64)
+    dtypes += torch.bool, torch.bool
+    sizes = [rows * storage.ndim] + [rows] * (len(tensors) - 1)
+    return (
+        update.td_error.dtype in (torch.float32, torch.float64)
+        and dtypes == [x.dtype for x in tensors]
+        and sizes == [x.numel() for x in tensors]
+        and HostTensors([(x.dtype, x.shape) for x in tensors]).addresses(tensors)
+        is not None
+    )

@@ -13,9 +13,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
-from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule
+from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, exponent, one_of, state_of, whole
@@ -169,29 +168,14 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             IndexError: a row is out of range (on CUDA, such rows are skipped).
             TypeError: the index does not hold integers.
         """
-        self.priorities.assign(index, priority, storage, counts=True)
+        self.priorities.assign(Update(index, priority), storage)
 
-    def update_sampled(
-        self,
-        index: Tensor,
-        td_error: Tensor,
-        stamp: Tensor | None,
-        storage: PackedStorage,
-        windows: Windows | None,
-    ) -> int | Tensor:
+    def update_sampled(self, update: Update, storage: PackedStorage) -> int | Tensor:
         """Update priorities as :meth:`update_priority` does, except those of rows that
-        are gone; return their number.
-
-        ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates
-        all rows. With ``windows``, the rows are their anchors, and ``index`` and
-        ``td_error`` are of each row of the batch.
-        """
+        are gone; return their number."""
         if type(self).update_priority is Prioritized.update_priority:
-            return self.priorities.assign(
-                index, td_error, storage, counts=True, stamp=stamp, windows=windows
-            )
-        if windows is not None:
-            index, td_error = windows.reduced(index, td_error)
+            return self.priorities.assign(update, storage)
+        index, td_error, stamp, *_ = update.reduced()
         stale: int | Tensor = 0
         if stamp is not None:
             flat = flat_rows(index, storage, storage.device)

@@ -198,7 +198,7 @@ BREAKS = [
     Break(
         "TD errors of the burn-in count",
         "kernels/batch/cpu.py",
-        " and not load(of.burn_in_mask + at, np.uint8)",
+        "            and not load(updates.burn_in_mask + i, np.uint8)\n",
         "",
         "tests/test_composition.py -k sequence",
     ),
@@ -292,8 +292,8 @@ BREAKS = [
     Break(
         "a mixture updates rows of other members",
         "buffers/mixture.py",
-        "index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)",
-        "index = index.clone()",
+        "index=torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)",
+        "index=index.clone()",
         "tests/buffers/test_mixture.py",
     ),
     Break(

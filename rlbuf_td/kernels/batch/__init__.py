@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
-from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS
+from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS, Updates
 from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.host_memory import address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
@@ -24,6 +24,7 @@ __all__ = [
     "UPDATE",
     "WINDOWS",
     "LeafMemory",
+    "Updates",
     "batch_record",
     "gather_leaves",
 ]

@@ -9,12 +9,10 @@ Args:
     live: number of rows that hold data.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.ring import BATCH, UPDATE
+from rlbuf_td.kernels.batch.ring import BATCH, UPDATE, Updates
 from rlbuf_td.kernels.compiled import (
     copy_bytes,
     finish_streams,
@@ -132,131 +130,112 @@ def put_report(batch, index, targets, first, last):
             store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
 
-class Updates(NamedTuple):
-    """The rows of an update; numbers without a comment are addresses.
-
-    The rows may be the anchors of windows of ``every`` rows: indices, TD errors and
-    stamps are then those of a batch, and a row of a window counts as
-    :class:`~rlbuf_td.kernels.wrappers.Windows` says.
-    """
-
-    index: int  # flat indices, or coordinates; a negative one is skipped
-    td_error: int
-    # rows that are gone since they got their stamp are skipped; 0: there are no stamps
-    stamp: int
-    mask: int  # 0: there are no windows; ``every`` and ``eta`` are then 1
-    burn_in_mask: int
-    every: int  # a number
-    eta: float
-    in_pairs: bool  # whether the index has coordinates
-    is_double: bool  # whether TD errors are float64, not float32
-    count: int  # the number of rows
-    written: int  # the number of cells that hold rows
-    counts: bool  # whether TD errors can raise the number at ``UPDATE.largest``
-
-
 @inlined
-def _size_of(of, begin):
+def _size_of(updates, begin):
     """Return ``|td_error|`` of a row, or of a window."""
     largest, total, learned = 0.0, 0.0, 0
-    for at in range(begin, begin + of.every):
-        if not of.mask or (
-            load(of.mask + at, np.uint8) and not load(of.burn_in_mask + at, np.uint8)
+    for i in range(begin, begin + updates.every):
+        if not updates.mask or (
+            load(updates.mask + i, np.uint8)
+            and not load(updates.burn_in_mask + i, np.uint8)
         ):
-            found = (
-                load(of.td_error + 8 * at, np.float64)
-                if of.is_double
-                else load(of.td_error + 4 * at, np.float32)
+            error = (
+                load(updates.td_error + 8 * i, np.float64)
+                if updates.is_double
+                else load(updates.td_error + 4 * i, np.float32)
             )
-            largest = max(largest, abs(np.float64(found)))
-            total += abs(np.float64(found))
+            largest = max(largest, abs(np.float64(error)))
+            total += abs(np.float64(error))
             learned += 1
     # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the
     # update refuses the batch.
-    return of.eta * largest + (1.0 - of.eta) * (total / max(learned, 1))
+    return updates.eta * largest + (1.0 - updates.eta) * (total / max(learned, 1))
 
 
 @inlined
-def _listed(given, of):
+def _listed(record, updates):
     """Return the rows to update, -1 for those that are gone, their ``|td_error|``
     within its bounds, and how many are gone since they were sampled, or -1 if a lane is
     out of range.
     """
-    row, magnitude = np.empty(of.count, np.int64), np.empty(of.count, np.float32)
-    lanes, stale = max(given.lanes, 1), 0
-    for i in range(of.count):
-        at = of.every * i
-        size = _size_of(of, at)
-        size = given.least if size < given.least else size  # NaN stays
+    row, magnitude = (
+        np.empty(updates.count, np.int64),
+        np.empty(updates.count, np.float32),
+    )
+    lanes, stale = max(record.lanes, 1), 0
+    for i in range(updates.count):
+        first = updates.every * i
+        size = _size_of(updates, first)
+        size = record.least if size < record.least else size  # NaN stays
         magnitude[i] = np.float32(
             min(size, LARGEST_MAGNITUDE) if np.isfinite(size) else size
         )
-        if not of.in_pairs:
-            row[i] = load(of.index + 8 * at, np.int64)
+        if not updates.in_pairs:
+            row[i] = load(updates.index + 8 * first, np.int64)
             continue
         step, lane = (
-            load(of.index + 16 * at, np.int64),
-            load(of.index + 16 * at + 8, np.int64),
+            load(updates.index + 16 * first, np.int64),
+            load(updates.index + 16 * first + 8, np.int64),
         )
         if step >= 0 and (lane < 0 or lane >= lanes):
             return row, magnitude, -1
         row[i] = step * lanes + lane if step >= 0 else -1
-    if of.stamp:  # otherwise, no row counts as gone
-        head, cells = head_at(given.serials, lanes), given.steps * lanes
-        for i in range(of.count):
+    if updates.stamp:  # otherwise, no row counts as gone
+        head, cells = head_at(record.serials, lanes), record.steps * lanes
+        for i in range(updates.count):
             if row[i] < 0 or row[i] >= cells:
                 continue
-            own = load(of.stamp + 8 * of.every * i, np.int64)
+            stamp = load(updates.stamp + 8 * updates.every * i, np.int64)
             # that of the first row of a window, which lies in the lane of its anchor
-            if of.every > 1:
-                own += (row[i] // lanes - own) % given.steps
-            if is_stale(given, head, row[i], own, of.written):
+            if updates.every > 1:
+                stamp += (row[i] // lanes - stamp) % record.steps
+            if is_stale(record, head, row[i], stamp, updates.written):
                 row[i] = -1
                 stale += 1
     return row, magnitude, stale
 
 
 @inlined
-def _raise_largest(given, counts, largest):
+def _raise_largest(record, counts, largest):
     """Raise the magnitude of new rows in the call that changes priorities: no interrupt
     can come between."""
-    if counts and largest > load(given.largest, np.float64):
-        store(given.largest, np.float64(largest), np.float64)
+    if counts and largest > load(record.largest, np.float64):
+        store(record.largest, np.float64(largest), np.float64)
     return largest
 
 
 @kernel
-def update_proportional(address, of: Updates):
+def update_proportional(address, updates: Updates):
     """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and the
     number of rows that are gone.
 
     ``address`` is that of an ``UPDATE`` record.
     """
-    given = carray(pointer(address), 1, UPDATE)[0]
-    row, magnitude, stale = _listed(given, of)
+    record = carray(pointer(address), 1, UPDATE)[0]
+    row, magnitude, stale = _listed(record, updates)
     if stale < 0:
         return REFUSED, 0
     tree, alpha = (
-        carray(pointer(given.table), 1, TREE),
-        load(given.weighed_alpha, np.float64),
+        carray(pointer(record.table), 1, TREE),
+        load(record.weighed_alpha, np.float64),
     )
     return _raise_largest(
-        given,
-        of.counts,
-        update_tree(tree, row, magnitude, of.written, alpha, given.eps),
+        record,
+        updates.counts,
+        update_tree(tree, row, magnitude, updates.written, alpha, record.eps),
     ), stale
 
 
 @kernel
-def update_rank(address, of: Updates):
+def update_rank(address, updates: Updates):
     """Update magnitudes; see :func:`update_proportional`."""
-    given = carray(pointer(address), 1, UPDATE)[0]
-    row, magnitude, stale = _listed(given, of)
+    record = carray(pointer(address), 1, UPDATE)[0]
+    row, magnitude, stale = _listed(record, updates)
     if stale < 0:
         return REFUSED, 0
-    order = carray(pointer(given.table), 1, ORDER)
+    order = carray(pointer(record.table), 1, ORDER)
     return _raise_largest(
-        given, of.counts, update_order(order, row, magnitude, of.written)
+        record, updates.counts, update_order(order, row, magnitude, updates.written)
     ), stale
 
 

@@ -1,5 +1,7 @@
 """The records that describe a buffer to the compiled functions in this folder."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
@@ -68,3 +70,26 @@ ROOT, NEXT, REWARD = range(3)
 STEPS = np.dtype(
     [("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)]
 )
+
+
+class Updates(NamedTuple):
+    """The rows of an update; numbers without a comment are addresses.
+
+    The rows may be the anchors of windows of ``every`` rows: indices, TD errors and
+    stamps are then those of a batch, and a row of a window counts as
+    :class:`~rlbuf_td.kernels.wrappers.Windows` says.
+    """
+
+    index: int  # flat indices, or coordinates; a negative one is skipped
+    td_error: int
+    # rows that are gone since they got their stamp are skipped; 0: there are no stamps
+    stamp: int
+    mask: int  # 0: there are no windows; ``every`` and ``eta`` are then 1
+    burn_in_mask: int
+    every: int  # a number
+    eta: float
+    in_pairs: bool  # whether the index has coordinates
+    is_double: bool  # whether TD errors are float64, not float32
+    count: int  # the number of rows
+    written: int  # the number of cells that hold rows
+    counts: bool  # whether TD errors can raise the number at ``UPDATE.largest``
