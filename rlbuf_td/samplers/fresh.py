@@ -144,9 +144,8 @@ class FreshRowsSampler(SamplerWrapper):
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number or ``"windows"``, or the
-            buffer's writer does not write in time order; (when sampling) rows were
-            written out of time order, or ``fresh="windows"`` is not inside a
-            SequenceSampler.
+            buffer's writer does not write in time order; (when sampling)
+            ``fresh="windows"`` is not inside a SequenceSampler.
         TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or
             TorchRL's ``PrioritizedSampler``; (when sampling) the storage is not a
             :class:`PackedStorage`.

@@ -82,9 +82,6 @@ class Listener:
         """Raise a SchemaError if rows of this layout, which have not been allocated
         yet, do not fit."""
 
-    def _order_lost(self) -> None:
-        """Take note that rows have been written out of time order."""
-
     def _rows_replaced(self, *, are_loaded: bool) -> None:
         """Take note that the rows are others now: those of a state that has been loaded
         (``are_loaded``), or none.
