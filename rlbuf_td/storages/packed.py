@@ -771,7 +771,7 @@ class PackedStorage(LazyTensorStorage):
         single: bool = False,
         lanes: Any = None,
         lanes_first: bool = False,
-        from_slot: int | None = None,
+        begins_anew: bool = False,
         tells: bool = True,
         record: Record | None = None,
     ) -> Any:
@@ -787,8 +787,7 @@ class PackedStorage(LazyTensorStorage):
             lanes: the lane of each row, ``[n]`` integers, those of a lane in time
                 order; or one lane for all rows.
             lanes_first: whether ``data`` is ``[E, n]``.
-            from_slot: remove the rows so far, and begin at this slot; unless it is 0,
-                the data must fill all slots.
+            begins_anew: remove the rows so far.
             tells: whether the buffers of the storage are told of the rows.
             record: see ``WritePlan.write``.
 
@@ -821,15 +820,13 @@ class PackedStorage(LazyTensorStorage):
                 lead = own + size[1:2]
             else:
                 lead = size[:1] + own
-            if from_slot is not None or type(lanes) is Beginning:
+            if begins_anew or type(lanes) is Beginning:
                 # refuses the data before anything changes
                 plan.rows.layout.collect(data, lead)
-                if from_slot is not None:
+                if begins_anew:
                     if self.episodes is not None:
                         self.episodes.catch_up()
-                        if from_slot != self.ring.cursor:
-                            self.episodes.lose_predecessors()
-                    self.ring.empty(from_slot)
+                    self.ring.empty()
                     plan.rows.forget()
                 elif self.episodes is not None:  # another actor takes the lane over
                     self.episodes.end(lanes)
@@ -879,7 +876,10 @@ class PackedStorage(LazyTensorStorage):
         """
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
-        with self._writing():
+        self._enter()
+        if ring.dirty:  # a thread was interrupted while it recovered
+            self.recover()
+        try:
             if episodes is not None:
                 episodes.prepare(lanes, counts)
             ring.begin(lanes, counts)
@@ -894,19 +894,9 @@ class PackedStorage(LazyTensorStorage):
             ring.numbers[REVISION] += 1
             if then is not None:
                 then.tell()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Write in a ``with`` block; an error or an interrupt within it leaves
-        consistent rows and priorities."""
-        self._enter()
-        if self.ring.dirty:  # a thread was interrupted while it recovered
-            self.recover()
-        try:
-            yield
-            self.ring.finish()
+            ring.finish()
         except BaseException:
-            if self.ring.dirty:
+            if ring.dirty:
                 self.recover()
             raise
 
@@ -967,9 +957,8 @@ class PackedStorage(LazyTensorStorage):
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for
                 a mask or tuple, one transition per selected row. A list of TensorDicts
                 is stacked.
-            set_cursor: if ``True``, steps that follow the newest one are new rows, and
-                so is a range of all steps. All others are edits of stored rows. Pass
-                ``False`` to edit in any case.
+            set_cursor: if ``True``, steps that follow the newest one are new rows. All
+                others are edits of stored rows. Pass ``False`` to edit in any case.
 
         An edited row keeps its age, its stamp, and its priority. A process that is
         killed during an edit may leave the edited rows half changed.
@@ -1005,20 +994,9 @@ class PackedStorage(LazyTensorStorage):
                 )
             rows, ring = self._admit(data, single), self.ring
             data = data.unsqueeze(0) if single else data
-            first, is_range = (
-                int(steps[0]),
-                (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all(),
-            )
-            if (
-                set_cursor
-                and is_range
-                and (first == ring.cursor or len(steps) >= ring.steps)
-            ):
-                self.advance(
-                    data,
-                    from_slot=None if first == ring.cursor else first,
-                    tells=False,
-                )
+            next_steps = (ring.cursor + np.arange(len(steps))) % ring.steps
+            if set_cursor and np.array_equal(steps, next_steps):
+                self.advance(data, tells=False)
                 return
             is_new = steps >= ring.longest
             if not is_new.all():

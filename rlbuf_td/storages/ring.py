@@ -269,15 +269,12 @@ class Ring:
         """Note that a write has ended: what is derived from the rows is up to date."""
         self.numbers[DIRTY] = IDLE
 
-    def empty(self, slot: int = 0) -> None:
-        """Give up all rows. The next ones lie in cells from ``slot`` on, and no stamp
-        of an earlier row equals theirs.
-
-        The caller must fill all slots after any other ``slot`` than 0.
-        """
+    def empty(self) -> None:
+        """Give up all rows. The next ones lie in cells from slot 0 on, and no stamp of
+        an earlier row equals theirs."""
         self.after[:] = self.head
         self.after[TAIL] = self.after[WRITTEN] = (
-            self.written + (slot - self.written) % self.steps
+            self.written + -self.written % self.steps
         )
         self._replace_head()
 
