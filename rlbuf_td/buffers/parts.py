@@ -32,7 +32,7 @@ from rlbuf_td.storages.indexing import Info, by_row, first_of_row, inner_dims
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.torchrl_parts import keeps_order
+from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 
@@ -201,8 +201,9 @@ def _draws(sampler: Sampler) -> bool:
 
 
 def refuse_writer(storage: PackedStorage, writer: Writer) -> None:
-    """Raise a ValueError if the storage needs time order and the writer keeps none, or
-    a NotImplementedError if the writer counts the writes to each position."""
+    """Raise a ValueError if the storage, or the sampler of a buffer over it, needs time
+    order and the writer keeps none, or a NotImplementedError if the writer counts the
+    writes to each position."""
     if keeps_order(writer) is False and storage.dedup_options:
         reason = "share_next and frames store observations in time order"
         raise ValueError(
@@ -210,6 +211,8 @@ def refuse_writer(storage: PackedStorage, writer: Writer) -> None:
         )
     if writer.tracks_generations:
         raise NotImplementedError(NO_GENERATIONS)
+    for each in listeners_of(storage):
+        refuse_unordered(getattr(each, "_sampler", None), storage, writer)
 
 
 def refuse_writer_of_reopened(writer: Writer) -> None:

@@ -2434,7 +2434,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_writer(self.storage, writer)
-        refuse_unordered(self.sampler, self.storage, writer)
         with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)

@@ -145,7 +145,7 @@ def test_one_row_is_set_while_lanes_have_unlike_lengths(storage: Any):
 @pytest.mark.parametrize(
     "storage", [each for each in STORAGES.values() if each is not PackedStorage]
 )
-def test_deduplicated_keys_are_neither_edited_nor_written_out_of_order(storage: Any):
+def test_deduplicated_keys_are_not_edited(storage: Any):
     rb = pair(storage)[0]
     batch, before = rb.sample(4), rb[:].clone()
     calls = [

@@ -134,6 +134,11 @@ def test_samplers_refuse_the_writer_of_any_buffer_over_the_rows(sampler, cls):
     with pytest.raises(ValueError, match="order, a ReservoirWriter keeps none: use"):
         cls(storage=of.storage, sampler=sampler(), batch_size=8).sample()
     assert buffer(of.storage).sample().shape == (8,)
+    rb = buffer(sampler=sampler())
+    with pytest.raises(ValueError, match="order, a ReservoirWriter keeps none: use"):
+        reservoir(rb.storage)
+    rb.extend(rows(0, 4))
+    assert rb.sample().shape == (8,)
 
 
 def test_torchrls_buffers_of_the_largest_values_are_imported_for_other_samplers(
