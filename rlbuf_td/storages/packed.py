@@ -50,7 +50,6 @@ from rlbuf_td.storages.listeners import (
     Listener,
     Listeners,
     Recovers,
-    Then,
 )
 from rlbuf_td.storages.lock import ProcessLock, defer_sigint
 from rlbuf_td.storages.memory import (
@@ -865,10 +864,14 @@ class PackedStorage(LazyTensorStorage):
         lanes: np.ndarray,
         counts: np.ndarray,
         copy: Callable[[], object],
-        then: Then | None = None,
+        plan: Callable[[int], object] | None = None,
+        tell: Callable[[], object] | None = None,
     ) -> None:
         """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones;
         ``copy`` stores their bytes.
+
+        Before, ``plan`` gets :attr:`Ring.publication` and plans the counts of a writer;
+        after the rows have been published, ``tell`` takes them, and tells listeners.
 
         If the process dies, or the thread is interrupted, the rows are written or
         missing as a whole; the rows that they were about to replace may be gone. A
@@ -883,8 +886,8 @@ class PackedStorage(LazyTensorStorage):
             if episodes is not None:
                 episodes.prepare(lanes, counts)
             ring.begin(lanes, counts)
-            if then is not None:
-                then.plan(ring.publication)
+            if plan is not None:
+                plan(ring.publication)
             copy()
             if episodes is not None:
                 episodes.note(
@@ -892,8 +895,8 @@ class PackedStorage(LazyTensorStorage):
                 )
             ring.publish()
             ring.numbers[REVISION] += 1
-            if then is not None:
-                then.tell()
+            if tell is not None:
+                tell()
             ring.finish()
         except BaseException:
             if ring.dirty:

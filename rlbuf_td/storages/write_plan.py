@@ -32,7 +32,7 @@ from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, addresses_of, on_host, to_device
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
-from rlbuf_td.storages.listeners import Listener, Listeners, Then
+from rlbuf_td.storages.listeners import Listener, Listeners
 from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
@@ -393,7 +393,7 @@ class TorchWrites(WritePlan):
                 self.tell(index)
 
         written = np.flatnonzero(more)
-        storage.publish(written, more[written], copy, Then(plan, tell))
+        storage.publish(written, more[written], copy, plan, tell)
         return index
 
 
