@@ -79,7 +79,7 @@ class Parts(NamedTuple):
         has a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
-        refuse_writer(storage, writer)
+        refuse_writer(writer, storage)
         refuse_unordered(sampler, storage, writer)
         refuse_stored(sampler, storage)
         if wrapper is not None:
@@ -200,7 +200,7 @@ def _draws(sampler: Sampler) -> bool:
     return next(found) == "draw"
 
 
-def refuse_writer(storage: PackedStorage, writer: Writer) -> None:
+def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
     """Raise a ValueError if the storage, or the sampler of a buffer over it, needs time
     order and the writer keeps none, or a NotImplementedError if the writer counts the
     writes to each position."""

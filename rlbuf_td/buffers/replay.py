@@ -2385,7 +2385,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage, "this buffer", "make another buffer for a storage of TorchRL's"
         )
         self._refuse_if_shared("storage")
-        refuse_writer(storage, self.writer)
+        refuse_writer(self.writer, storage)
         refuse_unordered(self.sampler, storage, self.writer)
         refuse_stored(self.sampler, storage)
         self._refuse_second_priorities(storage, self.sampler)
@@ -2433,7 +2433,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         after the newest row."""
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
-        refuse_writer(self.storage, writer)
+        refuse_writer(writer, self.storage)
         with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)
