@@ -145,15 +145,15 @@ class Model:
 
     def put(self, slot: int, lane: int, fields: Fields) -> Row:
         """Write a row to a cell, as a writer without order does: the row after the last
-        one, or replace one."""
+        one, or edit one, which gets the priority of new rows."""
         rows = self.rows_of[lane]
         if slot == len(rows):
             return self.append(lane, fields)
-        rows[slot] = Row(
-            lane, slot, dict(fields), self.entry, self.written, breaks=True
-        )
+        row = rows[slot]
+        self.replace(row, fields)
+        row.priority = self.entry
         self.written += 1
-        return rows[slot]
+        return row
 
     def replace(self, row: Row, fields: Fields) -> None:
         """Write other entries in the place of a row's, which keeps its identity, its

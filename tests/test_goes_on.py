@@ -45,7 +45,6 @@ from rlbuf_td import (
     ReplayBuffer,
     ReplayBufferMixture,
     ReservoirWriter,
-    RingWriter,
     RolloutBuffer,
     UniformSampler,
 )
@@ -268,9 +267,6 @@ THEIRS: dict[str, Callable[[int], Any]] = {
 TORCHRLS_RING = Form(options=lambda seed: {"writer": TensorDictRoundRobinWriter()})
 OTHERS = {
     "reservoir": Form(options=lambda seed: {"writer": ReservoirWriter()}, lanes=0),
-    "generations": Form(
-        options=lambda seed: {"writer": RingWriter(track_generations=True)}, lanes=2
-    ),
     "a device": Form(options=lambda seed: {"device": "cpu"}, ids=True, lanes=2),
     "drawn ahead": Form(options=lambda seed: {"prefetch": 2, "transform": unchanged}),
     "a device, drawn ahead": Form(

@@ -71,7 +71,7 @@ class FlowControl:
         )
         self._numbers = SharedNumbers("q", [0] * 8 + [-1, 0])
         # the number of rows written
-        self.inserts = Planned(self._numbers, _INSERTED, 1, 8)
+        self.inserts = Planned(self._numbers, _INSERTED, 8)
 
     @property
     def tolerance(self) -> float:

@@ -116,7 +116,6 @@ class Lane:
         Raises:
             ValueError: ``n`` is below 1, or above the number of stored transitions.
             RuntimeError: the lane is empty.
-            TypeError: rows were written out of time order.
         """
         return self.buffer._newest(n, self.number)
 

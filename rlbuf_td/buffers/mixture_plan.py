@@ -15,7 +15,6 @@ from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import CompiledPlan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.common import refuse_disorder
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
 from rlbuf_td.storages.indexing import flat_rows, refuse_unwritten, row_count
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -226,8 +225,6 @@ class MixturePlan:
                 raise RuntimeError(_CHANGED.format(name))
             live, are_cells = numbered = plan.ring.numbered()
             if plan.draw_into is not None:
-                if not plan.is_in_order:
-                    refuse_disorder(plan.sampler, plan.storage)
                 report = {_WEIGHT: part.weight} if plan.is_stamped else {}
                 plan.draw_into(plan.storage, numbered, part.rows, report, part.scratch)
             else:

@@ -12,24 +12,29 @@ from torchrl.data.replay_buffers import (
     ConsumingSampler,
     PrioritizedSampler,
     Sampler,
-    Storage,
     Writer,
 )
 
-from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
+from rlbuf_td.samplers.common import (
+    StatefulSampler,
+    refuse_stored,
+    refuse_unordered,
+    reported_by,
+)
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import Info, by_row, first_of_row, inner_dims
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import TimeWriter, keeps_order
+from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 
 
 class Parts(NamedTuple):
@@ -74,28 +79,23 @@ class Parts(NamedTuple):
         has a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
-        refuse_unordered(sampler, writer, storage)
+        refuse_writer(writer, storage)
+        refuse_unordered(sampler, storage, writer)
         refuse_stored(sampler, storage)
         if wrapper is not None:
             # must precede a load of rows, which ends their trajectories
             wrapper.watch(storage)
         prioritized = innermost if isinstance(innermost, Prioritized) else None
-        is_general = (
-            has_units
-            or collates
-            or writer.tracks_generations
-            or (wrapper is None and not _draws(sampler))
-        )
+        is_general = has_units or collates or (wrapper is None and not _draws(sampler))
         windows = wrapper is not None and wrapper.gives_windows and not is_general
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         own = "add", "extend", "append"
-        counts = isinstance(writer, TimeWriter) and not writer.tracks_generations
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         return cls(
             *(storage, sampler, writer, wrapper, prioritized, transforms),
             *(has_units, is_general, windows, reported_by(sampler), generally),
-            writes_directly=counts
+            writes_directly=isinstance(writer, TimeWriter)
             and all(
                 getattr(writer, name).__func__ is getattr(TimeWriter, name)
                 for name in own
@@ -130,8 +130,6 @@ class Parts(NamedTuple):
             return f"needs a PackedStorage(max_size, ndim=2), this buffer has one with ndim={self.storage.ndim}"
         if not getattr(self.writer, "appends", False):
             return f"needs a RingWriter, this buffer has a {type(self.writer).__name__}"
-        if self.writer.counts_generations:
-            return "cannot be combined with track_generations, which counts whole time steps"
         return ""
 
     def update_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Update:
@@ -198,33 +196,19 @@ def _draws(sampler: Sampler) -> bool:
     return next(found) == "draw"
 
 
-def refuse_unordered(sampler: Sampler | None, writer: Writer, storage: Storage) -> None:
-    """Raise a ValueError if sampler or rows need time order, and the rows or the writer
-    keep no such order."""
-    keeps = keeps_order(writer)
-    if keeps is False and getattr(storage, "dedup_options", None):
+def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
+    """Raise a ValueError if the storage, or the sampler of a buffer over it, needs time
+    order and the writer keeps none, or a NotImplementedError if the writer counts the
+    writes to each position."""
+    if keeps_order(writer) is False and storage.dedup_options:
         reason = "share_next and frames store observations in time order"
         raise ValueError(
             f"{reason}, a {type(writer).__name__} keeps none: use a RingWriter, or leave them out"
         )
-    if not getattr(sampler, "needs_order", False):
-        return
-    needs, kind = (
-        f"a {type(sampler).__name__} needs rows in time order",
-        type(writer).__name__,
-    )
-    if keeps is False:
-        raise ValueError(f"{needs}, a {kind} keeps none: use a RingWriter")
-    # a storage of TorchRL's leaves it to its writer
-    is_in_order = getattr(storage, "in_time_order", keeps)
-    if is_in_order is None:
-        remedy = (
-            "use a PackedStorage, which checks each write, or set keeps_order = True "
-            f"in the class {kind} if it does"
-        )
-        raise ValueError(f"{needs}, and a {kind} may write in any order: {remedy}")
-    if not is_in_order:
-        raise ValueError(f"{needs}, and {OUT_OF_ORDER}")
+    if writer.tracks_generations:
+        raise NotImplementedError(NO_GENERATIONS)
+    for each in listeners_of(storage):
+        refuse_unordered(getattr(each, "_sampler", None), storage, writer)
 
 
 def refuse_writer_of_reopened(writer: Writer) -> None:

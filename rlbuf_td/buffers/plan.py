@@ -7,8 +7,7 @@ once for a buffer and a batch size.
   storage, which specify the results. From the same state of the random generator, both
   plans give the same batches.
 - :class:`GeneralPlan`, for what only TorchRL's interface knows: samplers that have a
-  ``sample`` and no ``draw``, a ``sample_unit``, a ``collate_fn``, and writers that
-  track generations.
+  ``sample`` and no ``draw``, a ``sample_unit``, and a ``collate_fn``.
 
 A plan is used as long as it holds: while rows and serials are those with which it was
 made. The caller holds the storage's lock.
@@ -27,11 +26,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
-from rlbuf_td.samplers.common import (
-    refuse_disorder,
-    reported_by,
-    rows_drawn,
-)
+from rlbuf_td.samplers.common import reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
@@ -41,7 +36,7 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 if TYPE_CHECKING:
-    from torchrl.data.replay_buffers import Sampler, Writer
+    from torchrl.data.replay_buffers import Sampler
 
 # a batch, and the sampler's report, which it contains
 Drawn: TypeAlias = tuple[Any, Info]
@@ -60,7 +55,7 @@ class Plan(ABC):
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
         self.storage, self.sampler, self.reason = storage, sampler, reason
         self.rows, self.ring, self.mode = storage.rows, storage.ring, in_dispatch_mode()
-        self.serials, self.is_in_order = self.ring.address, self.ring.in_order
+        self.serials = self.ring.address
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
         self.is_stamped, self.report_keys = (
@@ -80,7 +75,6 @@ class Plan(ABC):
             and self.storage.rows is self.rows
             and self.storage._ring is ring
             and ring.address == self.serials
-            and ring.in_order is self.is_in_order
             and in_dispatch_mode() == self.mode
         )
 
@@ -101,18 +95,12 @@ class GeneralPlan(Plan):
         self,
         storage: PackedStorage,
         sampler: Sampler,
-        writer: Writer,
         unit: Any,
         collate: Any,
         merges: bool,
     ) -> None:
         super().__init__(storage, sampler, "TorchRL's code draws")
-        self.writer, self.unit, self.collate, self.merges = (
-            writer,
-            unit,
-            collate,
-            merges,
-        )
+        self.unit, self.collate, self.merges = unit, collate, merges
         # a unit adds rows that were not drawn
         self.is_stamped = self.is_stamped and unit is None
 
@@ -122,8 +110,6 @@ class GeneralPlan(Plan):
         if self.unit is not None:
             index, info = self.unit.expand(index, info, self.storage)
         report = {**info, "index": index}
-        if self.writer.tracks_generations:
-            report["index_generation"] = self.writer.generations_of(index)
         if self.is_stamped:
             report[SAMPLED_AT] = self.storage.stamps(index)
         batch = self.collate(self.storage.get(index))
@@ -151,11 +137,10 @@ class TorchPlan(Plan):
             if self.is_stamped:
                 info[SAMPLED_AT] = ring.serial(flat, written)
         else:
-            refuse_disorder(sampler, storage)
             flat, info = draw_from(sampler, storage, size)
             batch = storage.gather(flat)
             if self.is_stamped:
-                info[SAMPLED_AT] = ring.stamp(flat)
+                info[SAMPLED_AT] = ring.serial(flat)
         flat = flat.clone()  # a user's sampler may keep its tensor
         info["index"] = coordinates(flat, storage)  # pyrefly: ignore [unsupported-operation]
         merge_(batch, info)
@@ -212,8 +197,6 @@ class CompiledPlan(Plan):
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        if not self.is_in_order:
-            refuse_disorder(self.sampler, self.storage)
         live, report = self.ring.numbered(), {}
         if self.draw_into is None:
             drawn, report = self.draw(size)

@@ -171,7 +171,7 @@ def refuse_copies(parts: Parts) -> None:
         raise TypeError(
             "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
             f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
-            f"(and no collate_fn, sample unit or tracked generations)"
+            f"(and no collate_fn or sample unit)"
         )
 
 

@@ -42,7 +42,7 @@ from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
     has_own,
-    refuse_unordered,
+    refuse_writer,
     refuse_writer_of_reopened,
     trajectory_ids,
     with_missing,
@@ -79,6 +79,7 @@ from rlbuf_td.samplers.common import (
     refuse_other_storage,
     refuse_stored,
     refuse_taken,
+    refuse_unordered,
     reported_by,
 )
 from rlbuf_td.samplers.n_step import joins_steps
@@ -86,7 +87,6 @@ from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import (
-    OUT_OF_ORDER,
     State,
     number,
     require,
@@ -125,7 +125,7 @@ from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.write_plan import Record as WriteRecord
 from rlbuf_td.storages.writes import refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import TimeWriter
+from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``.
     Sampling is fast with a sampler of this package, or another sampler with a ``draw``
-    method. It is slower with samplers of TorchRL's, ``collate_fn``, ``sample_unit``,
-    and a writer with ``track_generations=True``.
+    method. It is slower with samplers of TorchRL's, ``collate_fn`` and
+    ``sample_unit``.
 
     **Over another storage** than a :class:`PackedStorage`,
     ``ReplayBuffer(storage=...)`` returns TorchRL's ``TensorDictReplayBuffer``, and
@@ -253,7 +253,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             require_packed(storage, ", ".join(given), _THEIRS)
         buffer = TensorDictReplayBuffer(storage=storage, **kwargs)
         refuse_other_storage(buffer.sampler, storage)
-        refuse_unordered(buffer.sampler, buffer.writer, storage)
+        refuse_unordered(buffer.sampler, storage, buffer.writer)
         return buffer
 
     def __init__(
@@ -1010,7 +1010,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Choose how batches of ``size`` rows are made."""
         parts = self.parts
         if parts.is_general:
-            given = self._writer, self._sample_unit, self._collate_fn, self.include_info
+            given = self._sample_unit, self._collate_fn, self.include_info
             plan: Plan = GeneralPlan(parts.storage, parts.sampler, *given)
         else:
             plan = plan_of(parts.storage, parts.sampler, size)
@@ -1360,10 +1360,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             or len(parts.transforms)
         ):
             return None
-        if (
-            parts.storage._slot_generations is not None
-            or self._dim_extend >= parts.storage.ndim
-        ):
+        if self._dim_extend >= parts.storage.ndim:
             return None
         if (
             self._recorder[0] is None
@@ -1435,11 +1432,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             # under the lock: another thread may have replaced a part
             parts, storage = self.parts, self._storage
             writer, td_error = parts.writer, None
-            is_direct = (
-                parts.writes_directly
-                and storage._slot_generations is None
-                and self._dim_extend < storage.ndim
-            )
+            is_direct = parts.writes_directly and self._dim_extend < storage.ndim
             if time_dim and (not is_direct or data.ndim <= time_dim):
                 if data.ndim <= time_dim:
                     refuse_shape(data, storage.ndim)
@@ -1759,6 +1752,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     update_: Any = set_
 
+    def update_if_present(self, *_: object, **__: object) -> NoReturn:
+        """Raise a NotImplementedError: :meth:`write_back` takes its place."""
+        raise NotImplementedError(NO_GENERATIONS)
+
     def __setitem__(self, index: object, value: object) -> None:
         """Set the rows at ``index``, in the shape in which ``rb[index]`` reads them.
 
@@ -1874,7 +1871,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
         Rows that have been replaced since the batch was sampled keep their priorities,
         and :meth:`health` counts them. If a batch has no entry ``"sampled_at"``, the
-        priorities of all its rows are set.
+        priorities of all its rows are set. A row that was edited since counts as the
+        same row, and its priority is set: so does a row that a
+        :class:`ReservoirWriter`, or TorchRL's ``TensorDictMaxValueWriter``, has put in
+        its place.
 
         Args:
             data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``
@@ -1949,11 +1949,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             ValueError: lanes have unlike numbers of time steps, see :meth:`lane`, and
                 ``flat`` is not set.
         """
-        if (
-            flat
-            and row_count(self.storage) < len(self.storage)
-            and self.storage.in_time_order
-        ):
+        if flat and row_count(self.storage) < len(self.storage):
             with self._locked():
                 self._storage.complete()
                 data = self._storage.gather(
@@ -1992,8 +1988,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             )
             if not isinstance(self._writer, RoundRobinWriter):
                 raise TypeError(f"a {kind} keeps no order of age; use a RingWriter")
-            if not storage.in_time_order:
-                raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
             storage.refuse_closed()
             if not len(storage):
                 raise RuntimeError("the buffer is empty: extend it first")
@@ -2160,8 +2154,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         Storage, sampler and writer must have the same classes as in the saved buffer;
         ``prefetch``, ``device`` and transforms may differ. This buffer keeps its own
         transforms as they are, unless ``transforms`` is set. A :class:`PackedStorage` may
-        have another capacity, but not in a :class:`RolloutBuffer`, and not with
-        ``track_generations=True`` (``rows_only`` loads these rows). The rows are then
+        have another capacity, but not in a :class:`RolloutBuffer`, and not with a
+        :class:`ReservoirWriter` (``rows_only`` loads these rows). The rows are then
         read into RAM and written to this buffer in order of age, with their priorities;
         epochs begin anew, and all rows are fresh. If the saved rows exceed the
         capacity, the oldest are dropped, with a warning. A load ends unfinished
@@ -2382,7 +2376,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage, "this buffer", "make another buffer for a storage of TorchRL's"
         )
         self._refuse_if_shared("storage")
-        refuse_unordered(self.sampler, self.writer, storage)
+        refuse_writer(self.writer, storage)
+        refuse_unordered(self.sampler, storage, self.writer)
         refuse_stored(self.sampler, storage)
         self._refuse_second_priorities(storage, self.sampler)
         with self._fully_locked(), defer_sigint:
@@ -2408,7 +2403,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         require("set_sampler", sampler, Sampler)
         self._refuse_if_shared("sampler")
-        refuse_unordered(sampler, self.writer, self.storage)
+        refuse_unordered(sampler, self.storage, self.writer)
         with self._fully_locked(), defer_sigint:
             previous, rng = (
                 super().set_sampler(sampler),
@@ -2429,7 +2424,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         after the newest row."""
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
-        refuse_unordered(self.sampler, writer, self.storage)
+        refuse_writer(writer, self.storage)
         with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)
@@ -2457,13 +2452,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         sampler = vars(self).get("_sampler")
         if sampler is not None:  # missing while a copy of the buffer is made
             refuse_taken(sampler, layout.names, reported_by(sampler))
-
-    def _order_lost(self) -> None:
-        """Stop fast draws of a sampler that needs rows in time order; the next draw
-        then raises an error."""
-        # absent while a copy is made
-        if getattr(vars(self).get("_sampler"), "needs_order", False):
-            self.plans = {}
 
     # -- batches drawn ahead
 

@@ -77,7 +77,6 @@ class StepWriter:
                 and buffer.flow is None
                 and buffer.episode_stats is None
                 and not buffer._service_shutdown
-                and storage._slot_generations is None
             ):
                 if lanes is not None:
                     staged, count = self._some, self._choose_rows(lanes)

@@ -24,15 +24,14 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
+from rlbuf_td.samplers.common import refuse_unordered
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
-from rlbuf_td.writers.common import keeps_order
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -63,13 +62,11 @@ def import_torchrl(
     storage: Any = rb.storage
     excluded = [nested_key(key) for key in ([exclude] if is_key(exclude) else exclude)]
     kwargs.setdefault("batch_size", rb.batch_size)
-    refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
+    refuse_unordered(kwargs.get("sampler"), storage, rb.writer)
     choose = partial(
         _chosen, exclude=excluded, trajectory_key=optional_key(trajectory_key)
     )
     new, cells = _copy(cls, rb, capacity, choose, kwargs)
-    if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
-        new.storage.lose_order()
     _set_priorities(new, cells, priorities)
     if is_folder:
         new.storage.end_load(but=new)

@@ -18,12 +18,17 @@ from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter
 
 from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, reading, writing
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of
+from rlbuf_td.storages.checks import State, state_of
 from rlbuf_td.storages.indexing import row_count, written_rows
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.schema import kind
-from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
+from rlbuf_td.storages.torchrl_parts import (
+    empty_part,
+    generator_of,
+    keeps_order,
+    set_cursor,
+)
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -64,10 +69,6 @@ def load_buffer(
             else (rows.steps, rows.capacity)
         )
         is_exact = sizes[0] == sizes[1] and not rows_only
-        if rows and not rows.in_order and getattr(rb.sampler, "needs_order", False):
-            raise CheckpointError(
-                f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}"
-            )
         priorities = (
             None
             if is_exact or rows_only
@@ -374,10 +375,11 @@ def of_other_capacity(
 
     Raise a CheckpointError if the state of a part belongs to the saved capacity.
     """
-    if getattr(rb.writer, "needs_capacity", False) or "_generation" in state["_writer"]:
-        sizes = f"the dump has {saved} time steps, this buffer {own}"
+    needs_capacity = getattr(rb.writer, "needs_capacity", False)
+    if needs_capacity or keeps_order(rb.writer) is False:
+        name = type(rb.writer).__name__
         raise CheckpointError(
-            f"{sizes}: rollouts and tracked generations need the same capacity"
+            f"the dump has {saved} time steps, this buffer {own}: a {name} needs the same capacity"
         )
     innermost = innermost_of(rb.sampler)
     if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):

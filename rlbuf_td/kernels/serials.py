@@ -1,15 +1,14 @@
 """What compiled loops read and change of a :class:`~rlbuf_td.storages.ring.Ring`: its
 block of int64 numbers."""
 
-#: Rows of ``Ring.head``, ``[5, E]``: the oldest live serial; the number of rows ever
-# written; the serial from which on : rows are in time order; and two rows from
-# `FOLLOWING` on, what the next row of each lane continues, see :
-#: :mod:`rlbuf_td.kernels.episodes`.
-TAIL, WRITTEN, ORDERED, FOLLOWING = range(4)
+#: Rows of ``Ring.head``, ``[4, E]``: the oldest live serial; the number of rows ever
+#: written; and two rows from `FOLLOWING` on, what the next row of each lane continues,
+#: see :mod:`rlbuf_td.kernels.episodes`.
+TAIL, WRITTEN, FOLLOWING = range(3)
 #: The first row, after those of the head, of the head after a write; the row with
 # ``written`` before the write; and : the row with the serials up to which episodes have
 # been noted, where these are computed later (otherwise -1).
-AFTER, BEFORE, NOTED = 5, 10, 11
+AFTER, BEFORE, NOTED = 4, 8, 9
 #: The last words of the block: on how many rows a writer called its value network; of
 # which `PUBLICATION` the rows have the estimates that this writer adds, see
 # :class:`~rlbuf_td.writers.RolloutWriter`; how often rows have changed; what a look-up
@@ -25,9 +24,8 @@ AFTER, BEFORE, NOTED = 5, 10, 11
     NEXT_PUBLICATION,
 ) = range(-7, 0)
 #: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are
-# live, but who is told of : them may not know; the generations of rows to be replaced
-# are -1, and these are copied.
-IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
+#: live, but who is told of them may not know.
+IDLE, WRITING, PUBLISHED = range(3)
 
 
 def block_size(lanes: int) -> int:

@@ -4,7 +4,7 @@
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.compiled import barrier, inlined, load, pointer
+from rlbuf_td.kernels.compiled import barrier, inlined, pointer
 from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,
@@ -21,8 +21,8 @@ from rlbuf_td.kernels.serials import (
 
 @inlined
 def head_at(address, lanes):
-    """Return the numbers of a ring, ``[3, lanes]``."""
-    return carray(pointer(address), (3, lanes), np.int64)
+    """Return the numbers of a ring, ``[2, lanes]``."""
+    return carray(pointer(address), (2, lanes), np.int64)
 
 
 @inlined
@@ -78,8 +78,6 @@ def serial_of(head, steps, slot, lane):
 @inlined
 def stamp_of(batch, head, cell):
     """Return the serial of the row in a cell; ``batch`` is a ``BATCH`` record."""
-    if batch.generations:
-        return load(batch.generations + 8 * cell, np.int64)
     lanes = head.shape[1]
     if lanes == 1:
         return serial_of(head, batch.steps, cell, np.int64(0))
@@ -91,5 +89,5 @@ def is_stale(batch, head, cell, stamp, written):
     """Whether the row that had a stamp is gone; not for stamps of other rows in cells
     above ``written``."""
     if stamp == stamp_of(batch, head, cell):
-        return not batch.generations and stamp < head[TAIL, cell % head.shape[1]]
+        return stamp < head[TAIL, cell % head.shape[1]]
     return cell < written or stamp % batch.steps == cell // head.shape[1]

@@ -13,16 +13,17 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage, Writer
 
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
-from rlbuf_td.storages.checks import OUT_OF_ORDER, State, require_packed, state_of
+from rlbuf_td.storages.checks import State, require_packed, state_of
 from rlbuf_td.storages.indexing import Info, moved, stored_rows
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
 
 EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 NO_PRIORITY = (
@@ -166,14 +167,24 @@ def refuse_other_storage(sampler: Sampler, storage: Storage) -> None:
         )
 
 
-def refuse_disorder(sampler: Sampler, storage: Storage) -> None:
-    """Raise a ValueError if the sampler needs rows in time order, and the rows of the
-    storage are not."""
-    if getattr(sampler, "needs_order", False) and not getattr(
-        storage, "in_time_order", True
-    ):
+def refuse_unordered(
+    sampler: Sampler | None, storage: Storage, *writers: Writer
+) -> None:
+    """Raise a ValueError if the sampler needs rows in time order, and one of these
+    writers, or of those of the storage's buffers, does not write in time order."""
+    if not getattr(sampler, "needs_order", False):
+        return
+    attached = (getattr(each, "_writer", None) for each in listeners_of(storage))
+    for writer in (*writers, *attached):
+        keeps, kind = keeps_order(writer), type(writer).__name__
+        if writer is None or keeps:
+            continue
+        needs = f"a {type(sampler).__name__} needs rows in time order"
+        if keeps is False:
+            raise ValueError(f"{needs}, a {kind} keeps none: use a RingWriter")
         raise ValueError(
-            f"a {type(sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}"
+            f"{needs}, and a {kind} may write in any order: set keeps_order = True in the class {kind} if it writes "
+            "one time step after another"
         )
 
 

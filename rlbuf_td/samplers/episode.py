@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.functional import reward2go
-from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -208,7 +208,6 @@ class EpisodeSampler(SamplerWrapper):
         """Draw episodes, and return their rows as a flat batch."""
         if not len(storage):
             raise RuntimeError(EMPTY)
-        refuse_disorder(self, storage)
         anchors = self._anchors(storage, batch_size)
         if not self.has_checked_order:
             self.warn_if_interleaved(storage)

@@ -138,15 +138,13 @@ class FreshRowsSampler(SamplerWrapper):
     Rows of one lane come in the order of writing. Among lanes, the one with the most
     fresh rows comes first, and of equal ones the one with the smaller number: rows of
     whole time steps come in time order. A row that is overwritten is no longer fresh,
-    and is skipped. If ``storage.set`` has replaced all rows of a full lane since the
-    last batch, all of them are fresh again. If processes share a buffer, every new row
-    is fresh once in each process.
+    and is skipped. If processes share a buffer, every new row is fresh once in each
+    process.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number or ``"windows"``, or the
-            buffer's writer does not write in time order; (when sampling) rows were
-            written out of time order, or ``fresh="windows"`` is not inside a
-            SequenceSampler.
+            buffer's writer does not write in time order; (when sampling)
+            ``fresh="windows"`` is not inside a SequenceSampler.
         TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or
             TorchRL's ``PrioritizedSampler``; (when sampling) the storage is not a
             :class:`PackedStorage`.

@@ -449,9 +449,7 @@ class Priorities:
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes
         priorities."""
-        rule, serials, generations = self.rule, 0 if ring is None else ring.address, 0
-        if ring is not None and ring.generations is not None and not ring.in_order:
-            generations = ring.generations.data_ptr()
+        rule, serials = self.rule, 0 if ring is None else ring.address
         numbers = (
             rule.table.address,
             rule.settings.values,
@@ -459,7 +457,6 @@ class Priorities:
             rule.min_priority,
             ring,
             serials,
-            generations,
         )
         if numbers != self._record[0]:
             at = addressof(rule.settings.values)
@@ -482,7 +479,7 @@ class Priorities:
                     "steps": ring.steps,
                     "lanes": ring.lanes if storage.ndim > 1 else 0,
                 }
-            record = record_of(UPDATE, generations=generations, **fields)
+            record = record_of(UPDATE, **fields)
             # at once: an interrupt may come
             self._record = numbers, record, record.ctypes.data
         return self._record[2]

@@ -129,4 +129,4 @@ class PriorityFile:
 
 
 def _next(storage: PackedStorage, cells: Tensor) -> Tensor:
-    return (storage.ring.stamp(cells) + 1).to(torch.int32)
+    return (storage.ring.serial(cells) + 1).to(torch.int32)

@@ -148,15 +148,15 @@ class Reading:
         """Describe the batches to compiled code; ``extents`` are those of the
         leaves."""
         rows, ring, self.extents = self.rows, self.storage.ring, extents
-        given = {
-            "steps": rows.steps,
-            "lanes": self.lanes,
-            "stamped": int(self.is_stamped),
-            "serials": ring.address,
-        }
-        if not ring.in_order and ring.generations is not None:
-            given["generations"] = ring.generations.data_ptr()
-        self.record = batch_record(self.size, rows.flat, extents, **given)
+        self.record = batch_record(
+            self.size,
+            rows.flat,
+            extents,
+            steps=rows.steps,
+            lanes=self.lanes,
+            stamped=int(self.is_stamped),
+            serials=ring.address,
+        )
         self.address = self.record.ctypes.data
         self.row_bytes = rows.flat.stride(0) * rows.flat.element_size()
 

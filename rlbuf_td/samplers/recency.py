@@ -70,7 +70,7 @@ class RecencySampler(RowSampler):
 
     Raises:
         ValueError: a setting is out of range, or the buffer's writer does not write in
-            time order; (when sampling) rows were written out of time order.
+            time order.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B).

@@ -11,9 +11,9 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.samplers.common import (
     StatefulSampler,
-    refuse_disorder,
     refuse_replacing,
     refuse_stored,
+    refuse_unordered,
     rows_drawn,
 )
 from rlbuf_td.storages.indexing import Index, coordinates
@@ -39,10 +39,11 @@ class RowSampler(StatefulSampler):
       refused at the first write. Names that are missing here are compared with the rows
       at each draw.
     - ``needs_order``: whether :meth:`draw` needs rows in time order. If true, writers
-      that keep no time order are refused when a buffer is made, and rows that were
-      written out of order when sampling. Step ``t`` of lane ``e`` of ``E`` is row
-      ``t * E + e``. In a full ring, the newest step is ``storage._last_cursor_index``,
-      as in TorchRL, and the oldest step follows it.
+      that keep no time order are refused when a buffer is made. A writer of your own
+      says with ``keeps_order = True`` in its class that it writes one time step after
+      another. Step ``t`` of lane ``e`` of ``E`` is row ``t * E + e``. In a full ring,
+      the newest step is ``storage._last_cursor_index``, as in TorchRL, and the oldest
+      step follows it.
     - ``state_keys``: the names of the attributes that ``state_dict`` and ``dumps``
       save: numbers, strings, tensors, or lists and dicts of these. Loading assigns
       them. Pickling saves all attributes but the generator. After ``rb.share()``, each
@@ -54,8 +55,7 @@ class RowSampler(StatefulSampler):
     ``index``, ``[n]``, or ``[n, ndim]`` with lanes.
 
     Raises:
-        ValueError: the sampler needs rows in time order, and the rows or the writer
-            keep none.
+        ValueError: the sampler needs rows in time order, and the writer keeps none.
         SchemaError: the rows have an entry with the name of an entry that the sampler
             adds.
         TypeError: (when sampling) :meth:`draw` returned something else than ``[B]``
@@ -127,7 +127,7 @@ class RowSampler(StatefulSampler):
         """
         # TorchRL's buffers, which call this method, do not
         refuse_stored(self, storage)
-        refuse_disorder(self, storage)
+        refuse_unordered(self, storage)
         flat, info = rows_drawn(self, self.draw(storage, batch_size))
         refuse_replacing(self, storage, info)
         return coordinates(flat, storage), info

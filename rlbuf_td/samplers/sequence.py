@@ -22,7 +22,7 @@ from rlbuf_td.kernels.dispatch import (
     record_of,
 )
 from rlbuf_td.kernels.wrappers import Windows
-from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
+from rlbuf_td.samplers.common import EMPTY, permutation, setting
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import (
     FLAG,
@@ -298,7 +298,6 @@ class SequenceSampler(SamplerWrapper):
         self.episodes_of(storage)
         count = self.drawn_rows_of(batch_size)
         if self.stride is not None:
-            refuse_disorder(self, storage)
             anchors = self.anchors(storage)
             return anchors[
                 self.innermost.draw_numbers(storage, len(anchors), count, "windows")

@@ -58,8 +58,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         RuntimeError: (when sampling) the buffer is empty.
         ValueError: ``max_age`` is negative, or is given and the buffer's writer does
             not write in time order; (when sampling) ``unique`` is set and fewer rows
-            may be drawn than a batch has, or ``max_age`` is given and rows were written
-            out of time order.
+            may be drawn than a batch has.
 
     Cost: O(B); with ``unique=True`` O(B log B) on other devices than the CPU.
 

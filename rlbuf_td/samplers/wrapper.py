@@ -17,10 +17,10 @@ from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
     Setting,
     StatefulSampler,
-    refuse_disorder,
     refuse_other_storage,
     refuse_replacing,
     refuse_stored,
+    refuse_unordered,
     reported_by,
     rows_drawn,
 )
@@ -153,7 +153,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         sampler's info dict."""
         if self._inner is not None:
             return self._inner.draw_rows(storage, batch_size)
-        refuse_disorder(self, storage)
         return draw_from(self.sampler, storage, batch_size)
 
     def drawn_rows_of(self, batch_size: int) -> int:
@@ -247,6 +246,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         """Draw rows; return their index, and a dict of all changed and added entries,
         ``{key: [B, ...]}``."""
         refuse_other_storage(self, storage)
+        refuse_unordered(self, storage)
         refuse_stored(self, storage)
         flat, info, batch = self.draw_batch(cast("PackedStorage", storage), batch_size)
         # TorchRL's buffers merge these entries into the batch after the transforms

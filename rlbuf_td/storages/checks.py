@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 #: What ``state_dict`` returns and a dump holds: numbers, strings and tensors, in dicts
 # and lists.
 State: TypeAlias = dict[str, Any]
-#: Why rows are not in time order, and what to do.
-OUT_OF_ORDER = (
-    "some were written elsewhere than after the newest row, by a ReservoirWriter, a TensorDictMaxValueWriter or "
-    "storage.set: empty the buffer, or let a RingWriter replace all rows"
-)
 
 
 def as_number(value: Any) -> float:

@@ -401,11 +401,6 @@ class Episodes:
         says."""
         self.ring.numbers[EPISODES_DUE] = max(self.ring.numbers[EPISODES_DUE], state)
 
-    def lose_predecessors(self) -> None:
-        """Note that rows of which nothing is known precede the next ones."""
-        self.catch_up()
-        self.following[BACK_OF_NEXT] = MOST
-
     def saved(self, steps: int) -> State:
         """Return what cannot be found in the rows of the first ``steps`` slots."""
         self.refresh()

@@ -8,7 +8,7 @@ cycle, ``del rb`` frees rows and files at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor
@@ -82,9 +82,6 @@ class Listener:
         """Raise a SchemaError if rows of this layout, which have not been allocated
         yet, do not fit."""
 
-    def _order_lost(self) -> None:
-        """Take note that rows have been written out of time order."""
-
     def _rows_replaced(self, *, are_loaded: bool) -> None:
         """Take note that the rows are others now: those of a state that has been loaded
         (``are_loaded``), or none.
@@ -101,15 +98,6 @@ class Listener:
 
     def _rows_restored(self) -> None:
         """Connect to the restored storage, after a copy or unpickling."""
-
-
-class Then(NamedTuple):
-    """What a writer does with a write, so that it belongs to the write."""
-
-    # plans its counts; called with :attr:`Ring.publication` before rows are copied
-    plan: Callable[[int], object]
-    # takes its counts, and tells listeners; called after the rows have been published
-    tell: Callable[[], object]
 
 
 class Listeners:

@@ -78,46 +78,46 @@ class SharedNumbers:
 
 
 class Planned:
-    """Numbers that change together with the rows of a storage.
+    """A number that changes together with the rows of a storage.
 
-    A write plans them first. After a write that did not end, they have changed if its
-    rows are there. The caller holds the storage's lock.
+    A write plans it first. After a write that did not end, it has changed if the rows
+    are there. The caller holds the storage's lock.
 
     Args:
-        numbers: hold ``count`` numbers from ``at`` on. From ``place`` on, they hold
+        numbers: hold the number at ``position``; and, from ``plan_position`` on,
             :attr:`Ring.publication` before the write (-1: nothing is planned) and the
-            planned numbers.
+            planned number.
     """
 
-    def __init__(self, numbers: SharedNumbers, at: int, count: int, place: int) -> None:
-        self.numbers, self._now, self._place = numbers, slice(at, at + count), place
-        self._after = slice(place + 1, place + 1 + count)
+    def __init__(
+        self, numbers: SharedNumbers, position: int, plan_position: int
+    ) -> None:
+        self.numbers, self._now, self._publication = numbers, position, plan_position
+        self._after = plan_position + 1
 
-    def plan(self, publication: int, *after: int) -> None:
-        """Plan the numbers after a write that begins now."""
-        values = self.numbers.values
-        values[self._after] = after
-        values[self._place] = publication  # last
+    def plan(self, publication: int, after: int) -> None:
+        """Plan the number after a write that begins now."""
+        self.numbers[self._after] = after
+        self.numbers[self._publication] = publication  # last
 
     def plan_more(self, publication: int, more: int) -> None:
-        """Plan to add to the one number."""
-        self.plan(publication, self.numbers.values[self._now][0] + more)
+        """Plan to add to the number."""
+        self.plan(publication, self.numbers[self._now] + more)
 
     def take(self) -> None:
-        """Change the numbers to those that were planned, if there are any."""
-        values = self.numbers.values
-        if values[self._place] != -1:
-            values[self._now] = values[self._after]
-            values[self._place] = -1
+        """Change the number to the planned one, if there is one."""
+        if self.numbers[self._publication] != -1:
+            self.numbers[self._now] = self.numbers[self._after]
+            self.numbers[self._publication] = -1
 
     def forget(self) -> None:
         """Plan nothing."""
-        self.numbers[self._place] = -1
+        self.numbers[self._publication] = -1
 
     def settle(self, publication: int) -> None:
-        """Take the planned numbers if the write has been published, otherwise forget
-        them."""
-        if self.numbers[self._place] == publication:
+        """Take the planned number if the write has been published, otherwise forget
+        it."""
+        if self.numbers[self._publication] == publication:
             self.forget()
         else:
             self.take()

@@ -30,7 +30,7 @@ from rlbuf_td.kernels.dispatch import (
 )
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import EPISODES_DUE, REVISION, WRITTEN
-from rlbuf_td.storages.checks import OUT_OF_ORDER, State, state_of, usable_device, whole
+from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.episodes import (
@@ -50,7 +50,6 @@ from rlbuf_td.storages.listeners import (
     Listener,
     Listeners,
     Recovers,
-    Then,
 )
 from rlbuf_td.storages.lock import ProcessLock, defer_sigint
 from rlbuf_td.storages.memory import (
@@ -153,7 +152,7 @@ class PackedStorage(LazyTensorStorage):
             trajectory ids are never deduplicated. Reading a column, a slice or one time
             step copies deduplicated keys. These keys cannot be edited, also not by
             replacing rows, ``storage[i] = row``; they need rows on the CPU, and a
-            writer that writes in time order.
+            writer that writes one time step after another.
         frames: a dict from a key to the number of frames in its stack,
             ``{"pixels": 4}``. A pair also gives the dim of the frames,
             ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores
@@ -180,7 +179,7 @@ class PackedStorage(LazyTensorStorage):
     end of the process. A :class:`ReplayBuffer` continues writing with a
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file,
     ``priorities.bin``. Rows that are not in this file get the priority of new rows,
-    with a warning. The second file takes 16 bytes per row, priorities 16 bytes per row.
+    with a warning. The second file takes 8 bytes per row, priorities 16 bytes per row.
     Reopening is O(1), with priorities or after a process without numba O(N); the first
     look-up of trajectories reads the flags of all rows.
 
@@ -195,7 +194,7 @@ class PackedStorage(LazyTensorStorage):
         ValueError: an argument is out of range, or two arguments exclude each other.
         RuntimeError: ``device`` is a CUDA device that this machine lacks.
         SchemaError: (on writing) the data does not match the rows, or deduplicated rows
-            would be replaced or written out of order; nothing is written.
+            would be edited; nothing is written.
         MemoryError: (on the first write) the rows need more than the total RAM, or, on
             another device, more than the free memory.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room;
@@ -257,8 +256,6 @@ class PackedStorage(LazyTensorStorage):
     has_estimates = False
     # how rows are written; None: the next write chooses
     write_plan: WritePlan | None = None
-    # how often TorchRL's writers have written each position, if one of them counts this
-    _slot_generations: Any = None
     _ring: Ring
 
     def __init__(
@@ -549,7 +546,6 @@ class PackedStorage(LazyTensorStorage):
         """Return the numbers of the rows' episodes, up to date.
 
         Raises:
-            ValueError: the rows are not in time order.
             KeyError: the rows hold neither done flags nor trajectory ids.
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
@@ -557,10 +553,6 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is not None and self.rows.exported.take_edits():
             self._bump_mutation_revision()
         ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
-        if not ring.in_order:
-            raise ValueError(
-                f"a look-up of episodes needs rows in time order, and {OUT_OF_ORDER}"
-            )
         if episodes is None:
             # raises an error
             episodes = Episodes(self.all_rows(), ring, self.episode_keys)
@@ -579,27 +571,6 @@ class PackedStorage(LazyTensorStorage):
         """Return the rows that compiled code reads."""
         return self.all_rows()
 
-    @property
-    def in_time_order(self) -> bool:
-        """Whether the stored time steps were written one after another; saved and
-        copied with the rows.
-
-        False after a write elsewhere than after the newest step, until a ring has
-        replaced all rows, or ``_empty()``.
-        """
-        return self.ring.in_order
-
-    def lose_order(self) -> None:
-        """Record that the rows may be in any order."""
-        self.ring.lose_order(self.all_rows().matrix.device)
-        self.tell_lost_order()
-
-    def tell_lost_order(self) -> None:
-        """Tell the buffers that rows have been written out of time order."""
-        self.mark_episodes(NEW)
-        for each in listeners_of(self).own():
-            each._order_lost()
-
     def stamps(self, index: object) -> torch.Tensor:
         """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the
         next row of a cell does not have.
@@ -610,7 +581,7 @@ class PackedStorage(LazyTensorStorage):
         ``"sampled_at"``.
         """
         if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
-            return self.ring.stamp(flat_rows(index, self, self.device))
+            return self.ring.serial(flat_rows(index, self, self.device))
         shape = index.shape[: index.ndim - (self.ndim > 1)]
         return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
 
@@ -799,7 +770,7 @@ class PackedStorage(LazyTensorStorage):
         single: bool = False,
         lanes: Any = None,
         lanes_first: bool = False,
-        from_slot: int | None = None,
+        begins_anew: bool = False,
         tells: bool = True,
         record: Record | None = None,
     ) -> Any:
@@ -815,8 +786,7 @@ class PackedStorage(LazyTensorStorage):
             lanes: the lane of each row, ``[n]`` integers, those of a lane in time
                 order; or one lane for all rows.
             lanes_first: whether ``data`` is ``[E, n]``.
-            from_slot: remove the rows so far, and begin at this slot; unless it is 0,
-                the data must fill all slots.
+            begins_anew: remove the rows so far.
             tells: whether the buffers of the storage are told of the rows.
             record: see ``WritePlan.write``.
 
@@ -849,15 +819,13 @@ class PackedStorage(LazyTensorStorage):
                 lead = own + size[1:2]
             else:
                 lead = size[:1] + own
-            if from_slot is not None or type(lanes) is Beginning:
+            if begins_anew or type(lanes) is Beginning:
                 # refuses the data before anything changes
                 plan.rows.layout.collect(data, lead)
-                if from_slot is not None:
+                if begins_anew:
                     if self.episodes is not None:
                         self.episodes.catch_up()
-                        if from_slot != self.ring.cursor:
-                            self.episodes.lose_predecessors()
-                    self.ring.empty(from_slot)
+                    self.ring.empty()
                     plan.rows.forget()
                 elif self.episodes is not None:  # another actor takes the lane over
                     self.episodes.end(lanes)
@@ -896,10 +864,14 @@ class PackedStorage(LazyTensorStorage):
         lanes: np.ndarray,
         counts: np.ndarray,
         copy: Callable[[], object],
-        then: Then | None = None,
+        plan: Callable[[int], object] | None = None,
+        tell: Callable[[], object] | None = None,
     ) -> None:
         """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones;
         ``copy`` stores their bytes.
+
+        Before, ``plan`` gets :attr:`Ring.publication` and plans the counts of a writer;
+        after the rows have been published, ``tell`` takes them, and tells listeners.
 
         If the process dies, or the thread is interrupted, the rows are written or
         missing as a whole; the rows that they were about to replace may be gone. A
@@ -907,12 +879,15 @@ class PackedStorage(LazyTensorStorage):
         """
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
-        with self._writing():
+        self._enter()
+        if ring.dirty:  # a thread was interrupted while it recovered
+            self.recover()
+        try:
             if episodes is not None:
                 episodes.prepare(lanes, counts)
             ring.begin(lanes, counts)
-            if then is not None:
-                then.plan(ring.publication)
+            if plan is not None:
+                plan(ring.publication)
             copy()
             if episodes is not None:
                 episodes.note(
@@ -920,53 +895,11 @@ class PackedStorage(LazyTensorStorage):
                 )
             ring.publish()
             ring.numbers[REVISION] += 1
-            if then is not None:
-                then.tell()
-
-    def scatter(
-        self, steps: torch.Tensor, data: TensorDictBase, then: Then | None = None
-    ) -> None:
-        """Write time steps ``[n, *lanes]`` to the slots ``steps``, in host memory; the
-        rows then lose time order.
-
-        A process that dies meanwhile does what :meth:`publish` says. The caller holds
-        the lock; ``then`` is what a writer does with the write.
-        """
-        rows, ring, data = self.all_rows(), self.ring, self.as_rows(data, self.ndim)
-        leaves = rows.layout.collect(data, steps.shape + rows.lanes)
-        if self.dedup is not None:
-            raise SchemaError(
-                f"cannot write at step {steps[0]}: deduplicated rows are written in order, and the next step is "
-                f"{ring.cursor}; leave out share_next and frames to write anywhere"
-            )
-        if ring.holes:
-            raise RuntimeError(
-                "rows that a write was about to replace are gone, because it did not end: write in time order until "
-                "newer rows have filled their places"
-            )
-        with self._writing():
-            cells = ring.begin_scattered(steps.to(rows.matrix.device))
-            if then is not None:
-                then.plan(ring.publication)
-            rows.replace_(rows.cells_at(steps), leaves)
-            ring.publish(cells)
-            self.tell_lost_order()
-            self._bump_mutation_revision()
-            if then is not None:
-                then.tell()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Write in a ``with`` block; an error or an interrupt within it leaves
-        consistent rows and priorities."""
-        self._enter()
-        if self.ring.dirty:  # a thread was interrupted while it recovered
-            self.recover()
-        try:
-            yield
-            self.ring.finish()
+            if tell is not None:
+                tell()
+            ring.finish()
         except BaseException:
-            if self.ring.dirty:
+            if ring.dirty:
                 self.recover()
             raise
 
@@ -983,8 +916,9 @@ class PackedStorage(LazyTensorStorage):
             torch.empty(0, dtype=torch.int64, device="cpu"),
         )
         if rows is not None:
-            new = ring.recover(rows.matrix)
-            cells = torch.arange(ring.longest * ring.lanes, device=rows.matrix.device)
+            device = rows.matrix.device
+            new = ring.recover().to(device)
+            cells = torch.arange(ring.longest * ring.lanes, device=device)
             rows.flat[cells[~ring.is_live(cells)]] = 0
             rows.link(ring.serials)
         self._bump_mutation_revision()
@@ -1005,7 +939,7 @@ class PackedStorage(LazyTensorStorage):
         as their classes state it."""
         with self.lock:
             self.ring.check()
-            if self.episodes is not None and self.in_time_order:
+            if self.episodes is not None:
                 self.episodes.check()
             if isinstance(self.rows, DedupRows):
                 self.rows.entries.check(self.ring.serials)
@@ -1026,16 +960,16 @@ class PackedStorage(LazyTensorStorage):
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for
                 a mask or tuple, one transition per selected row. A list of TensorDicts
                 is stacked.
-            set_cursor: if ``True``, these are new time steps, as in TorchRL. Those
-                beyond the written steps must follow them without gaps. Steps that do
-                not follow the newest one give up time order, see :attr:`in_time_order`.
-                Pass ``False`` to edit stored rows: they keep their age and their
-                priorities. A process that is killed during such an edit may leave these
-                rows half changed.
+            set_cursor: if ``True``, steps that follow the newest one are new rows. All
+                others are edits of stored rows. Pass ``False`` to edit in any case.
+
+        An edited row keeps its age, its stamp, and its priority. A process that is
+        killed during an edit may leave the edited rows half changed.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
-            IndexError: an index is out of range; nothing has been written.
+            IndexError: an index is out of range, or the rows before it have not been
+                written; nothing has been written.
             TypeError: ``data`` is not a TensorDict.
         """
         single = isinstance(cursor, int | np.integer) or (
@@ -1062,31 +996,27 @@ class PackedStorage(LazyTensorStorage):
                     f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions"
                 )
             rows, ring = self._admit(data, single), self.ring
-            if not set_cursor:
-                cells = rows.cells_at(torch.from_numpy(steps))
-                return self._replace(cells[0] if single else cells, data)
-            first, is_range = (
-                int(steps[0]),
-                (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all(),
-            )
-            if is_range and (first == ring.cursor or len(steps) >= ring.steps):
-                self.advance(
-                    data,
-                    single=single,
-                    from_slot=None if first == ring.cursor else first,
-                    tells=False,
-                )
-            else:
-                self.scatter(
-                    torch.from_numpy(steps), data.unsqueeze(0) if single else data
-                )
+            data = data.unsqueeze(0) if single else data
+            next_steps = (ring.cursor + np.arange(len(steps))) % ring.steps
+            if set_cursor and np.array_equal(steps, next_steps):
+                self.advance(data, tells=False)
+                return
+            is_new = steps >= ring.longest
+            if not is_new.all():
+                cells = rows.cells_at(torch.from_numpy(steps[~is_new]))
+                edited: Any = data[torch.from_numpy(~is_new)] if is_new.any() else data
+                self._replace(cells, edited)
+            if is_new.any():
+                new = np.flatnonzero(is_new)[::-1]
+                last = new[np.unique(steps[new], return_index=True)[1]]
+                self.advance(data[torch.from_numpy(last)], tells=False)
 
     def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
         """Replace the rows at flat indices of any shape."""
         rows = self.all_rows()
+        leaves = rows.layout.collect(data, cells.shape)
         self._refuse_shared(self.deduplicated)
         self.refuse_holes(cells.reshape(-1))
-        leaves = rows.layout.collect(data, cells.shape)
         with defer_sigint, self._editing():
             rows.replace_(cells, leaves)
 
@@ -1896,7 +1826,7 @@ class PackedStorage(LazyTensorStorage):
             if content.get("reserved", False) and self.rows is not None:
                 return None
             RowClass.refuse_state(content.get("row_class"))
-            saved, (tail, written, _) = (
+            saved, (tail, written) = (
                 SavedRows(self, content, folder),
                 content["ring"]["head"],
             )
@@ -1937,11 +1867,9 @@ class PackedStorage(LazyTensorStorage):
         batches that were sampled before."""
         self.is_reserved = content.get("reserved", False)
         self.row_class = RowClass.of_state(content.get("row_class"))
-        self.ring.load(content["ring"], self.all_rows().matrix.device)
+        self.ring.load(content["ring"])
         self._bump_mutation_revision()
         self.load_episodes(content.get("episodes"))
-        if not self.in_time_order:
-            self.tell_lost_order()
         self.ring.finish()
 
     def begin_load(self) -> None:

@@ -125,7 +125,7 @@ class SharedRows(Attached):
             bool(self._described[0]),
         )
         first, size = -(-len(text) // _PAGE) * _PAGE, block_size(lanes)
-        nbytes = first + 8 * (2 * rows + size)
+        nbytes = first + 8 * (rows + size)
         if self._head_file is not None and exists:
             self._head_file.refuse_short(nbytes)
         elif self._head_file is not None:
@@ -133,12 +133,10 @@ class SharedRows(Attached):
         memory = self._beside.map(nbytes)
         # a later write could not change views that inference mode has made
         with outside_inference_mode():
-            generations, numbers, block = (
-                memory[first:].view(torch.int64).split([rows, rows, size])
-            )
+            numbers, block = memory[first:].view(torch.int64).split([rows, size])
             self.of_episodes = numbers.view(torch.int32).view(lanes, made.steps, 2)
         self._has_rows = True
-        self.storage._ring.keep_in(block, generations, found=exists)
+        self.storage._ring.keep_in(block, exists=exists)
         if not exists:
             memory[: len(text)] = text
             self._described[1] = zlib.crc32(text.numpy().data)

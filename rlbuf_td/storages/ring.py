@@ -13,17 +13,13 @@ how far the write has come, so that whoever finds a write that did not end can f
 give up each step for all lanes (:meth:`Ring.recover`). Nothing is undone: the rows that
 were given up are gone.
 
-Rows that are written elsewhere than after the newest row give up time order: rows of
-serials below ``ordered`` may be in any order, until newer rows have replaced them. As
-long as there are such rows, ``generations`` holds the serial of each cell's row. A
-write out of order moves all serials up by T or more, so that the rows that it replaces
-get others.
+Rows are always in order: a write elsewhere than after the newest row is an edit, and
+the row keeps its serial.
 
 Invariant (:meth:`Ring.check`): ``0 <= tail <= written`` and ``written - tail <= T`` in
-each lane; a lane without rows begins at slot 0; while rows are out of order, the
-generation of each live cell is below ``written``, and equal to its slot modulo T. A
-lane whose rows neither fill all slots nor the slots from 0 on has lost rows to a write
-that did not end, until newer rows fill these holes.
+each lane; a lane without rows begins at slot 0. A lane whose rows neither fill all
+slots nor the slots from 0 on has lost rows to a write that did not end, until newer
+rows fill these holes.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.host_memory import address_of, outside_inference_mode, to_device
+from rlbuf_td.kernels.host_memory import address_of, to_device
 from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,
@@ -44,10 +40,8 @@ from rlbuf_td.kernels.serials import (
     IDLE,
     NEXT_PUBLICATION,
     NOTED,
-    ORDERED,
     PUBLICATION,
     PUBLISHED,
-    SCATTERING,
     TAIL,
     VALUE_ROWS,
     WRITING,
@@ -71,8 +65,6 @@ class Ring:
 
     def __init__(self, steps: int, lanes: int) -> None:
         self.steps, self.lanes = steps, lanes
-        # ``[T * E]`` int64, where the rows are; used while order is lost
-        self.generations: Tensor | None = None
         self._place(np.zeros(block_size(lanes), np.int64))
         self.following[0] = self.noted[:] = -1
 
@@ -87,7 +79,7 @@ class Ring:
             rows[BEFORE],
             rows[NOTED],
         )
-        self.tail, self.written, self.ordered = self.head[:FOLLOWING]
+        self.tail, self.written = self.head[:FOLLOWING]
         #: What the next row of each lane continues, ``[2, E]``, see
         #: :mod:`rlbuf_td.kernels.episodes`; also in `after`.
         self.following, self.following_after = (
@@ -95,14 +87,11 @@ class Ring:
             self.after[FOLLOWING:],
         )
 
-    def keep_in(self, block: Tensor, generations: Tensor, *, found: bool) -> None:
+    def keep_in(self, block: Tensor, *, found: bool) -> None:
         """Move the numbers to ``block``, int64 in shared memory; if ``found``, take
         those there."""
         if not found:
             block.copy_(torch.from_numpy(self.block))
-            if self.generations is not None:
-                generations.copy_(self.generations)
-        self.generations = generations
         self._place(block.numpy())
 
     def check(self) -> None:
@@ -119,27 +108,13 @@ class Ring:
             raise AssertionError(
                 f"tail {self.tail} and written {self.written} are those of a write, {self.dirty}"
             )
-        if not self.in_order and self.generations is not None:
-            live = self.cells_by_age().to(self.generations.device)
-            found, slot, written = (
-                self.generations[live],
-                live // self.lanes,
-                torch.from_numpy(self.written),
-            )
-            if (
-                (found % self.steps != slot)
-                | (found >= written.to(live.device)[live % self.lanes])
-            ).any():
-                raise AssertionError(
-                    f"generations {found.tolist()} do not fit slots {slot.tolist()}"
-                )
 
     # -- how many rows there are
 
     @property
     def serials(self) -> np.ndarray:
         """A copy of ``tail`` and ``written``, ``[2, E]``."""
-        return self.head[:2].copy()
+        return self.head[:FOLLOWING].copy()
 
     def common(self) -> tuple[int, int] | None:
         """Return ``tail`` and ``written`` if each is the same number in all lanes,
@@ -224,15 +199,6 @@ class Ring:
         is_empty, has_holes = written == tail, written - tail < steps and tail % steps
         return -1 if is_empty or has_holes else (written - 1) % steps
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the live rows of each lane were written one after another."""
-        if self.lanes == 1:
-            return self.numbers[2] <= self.numbers[0]
-        return not self.numbers[2 * self.lanes] or bool(
-            (self.ordered <= self.tail).all()
-        )
-
     # -- writes
 
     @property
@@ -290,13 +256,10 @@ class Ring:
         self.numbers[DIRTY] = WRITING
         np.minimum(self.after[TAIL], self.written, out=self.tail)
 
-    def publish(self, cells: Tensor | None = None) -> None:
-        """Make the rows of a write live, after their bytes have been copied; ``cells``
-        are those of a scattered one."""
+    def publish(self) -> None:
+        """Make the rows of a write live, after their bytes have been copied."""
         self.numbers[DIRTY] = PUBLISHED
         self._finish_publishing()
-        if not self.in_order:
-            self._renew(self._newest() if cells is None else cells)
 
     def _finish_publishing(self) -> None:
         self.head[:] = self.after
@@ -306,15 +269,12 @@ class Ring:
         """Note that a write has ended: what is derived from the rows is up to date."""
         self.numbers[DIRTY] = IDLE
 
-    def empty(self, slot: int = 0) -> None:
-        """Give up all rows. The next ones lie in cells from ``slot`` on, and no stamp
-        of an earlier row equals theirs.
-
-        The caller must fill all slots after any other ``slot`` than 0.
-        """
+    def empty(self) -> None:
+        """Give up all rows. The next ones lie in cells from slot 0 on, and no stamp of
+        an earlier row equals theirs."""
         self.after[:] = self.head
         self.after[TAIL] = self.after[WRITTEN] = (
-            self.written + (slot - self.written) % self.steps
+            self.written + -self.written % self.steps
         )
         self._replace_head()
 
@@ -322,7 +282,7 @@ class Ring:
         """Let the next row of each lane of an empty ring have a serial greater by
         ``by``, ``[E]``."""
         self.after[:] = self.head
-        self.after[:ORDERED] += by
+        self.after[:FOLLOWING] += by
         self._replace_head()
 
     def _replace_head(self) -> None:
@@ -332,92 +292,26 @@ class Ring:
         self.publish()
         self.finish()
 
-    def begin_scattered(self, slots: Tensor) -> Tensor:
-        """Give up the rows of all lanes in ``slots``, ``[n]``, elsewhere than after the
-        newest; return their cells."""
-        self.lose_order(slots.device)
-        count, after = max(self.longest, int(slots.max()) + 1), self.after
-        after[:] = self.head
-        moved = self.written + self.steps
-        if count == self.steps:  # the next row follows the last of these
-            moved += (int(slots[-1]) + 1 - moved) % self.steps
-            after[TAIL] = moved - self.steps
-        else:
-            after[TAIL] += self.steps
-            moved = after[TAIL] + count
-        self.before[:] = after[WRITTEN] = after[ORDERED] = moved
-        lane = torch.arange(self.lanes, device=slots.device)
-        cells = (slots[:, None] * self.lanes + lane).flatten()
-        self.numbers[NEXT_PUBLICATION] = self.publication + 1
-        self.numbers[DIRTY] = SCATTERING
-        self.generations[cells] = -1  # pyrefly: ignore [unsupported-operation]
-        return cells
-
-    def recover(self, matrix: Tensor) -> Tensor:
+    def recover(self) -> Tensor:
         """Finish or give up a write that did not end; return the cells of new rows, of
-        which nobody may know yet.
-
-        ``matrix``, the rows ``[T, *lanes, width]``, is changed if the write was
-        scattered.
-        """
-        phase, new = self.dirty, torch.empty(0, dtype=torch.int64, device=matrix.device)
-        if phase == WRITING:
+        which nobody may know yet."""
+        new = torch.empty(0, dtype=torch.int64, device="cpu")
+        if self.dirty == WRITING:
             np.minimum(self.after[TAIL], self.written, out=self.tail)
-        elif phase == SCATTERING:
-            self._close_gaps(matrix)
-        if self.dirty == PUBLISHED:
+        elif self.dirty == PUBLISHED:
             self._finish_publishing()
-            new = self._newest().to(matrix.device)
-            if not self.in_order and self.generations is not None:
-                live = self.cells_by_age().to(matrix.device)
-                new = torch.cat((new, live[self.generations[live] < 0])).unique()
-                self._renew(new)
+            new = self._newest()
         without = self.count == 0
         self.tail[without] = self.written[without] = (
             self.written + -self.written % self.steps
         )[without]
         return new
 
-    def _close_gaps(self, matrix: Tensor) -> None:
-        """Move the rows of the last slots to those that a scattered write has given up;
-        there is no order to keep."""
-        generations: Any = self.generations
-        is_lost = (generations.view(self.steps, self.lanes)[: self.longest] < 0).any(1)
-        lost, kept = is_lost.nonzero()[:, 0], int((~is_lost).sum())
-        places = lost[lost < kept]
-        matrix[places] = matrix[kept : self.longest][~is_lost[kept:]]
-        generations.view(self.steps, self.lanes)[lost] = -1
-        self.after[:] = self.head
-        self.after[TAIL] = self.written + -self.written % self.steps
-        self.before[:] = self.after[WRITTEN] = self.after[ORDERED] = (
-            self.after[TAIL] + kept
-        )
-        self.numbers[DIRTY] = PUBLISHED
-
     def _newest(self) -> Tensor:
-        """Return the cells of the rows that the last write has published in time
-        order."""
+        """Return the cells of the rows that the last write has published."""
         return self.newest_cells(
             self.written - np.maximum(np.minimum(self.before, self.written), self.tail)
         )
-
-    def lose_order(self, device: torch.device | str = "cpu") -> None:
-        """Note that the rows written so far may be in any order."""
-        if self.in_order:
-            cells = torch.arange(self.steps * self.lanes, device=device)
-            serials = torch.where(self.is_live(cells), self.serial(cells), -1)
-            if self.generations is None:
-                with outside_inference_mode():
-                    self.generations = torch.empty_like(serials)
-            self.generations.copy_(serials)
-        self.ordered[:] = self.written
-
-    def _renew(self, cells: Tensor) -> None:
-        """Give the rows that have just been written the serials that follow from their
-        cells."""
-        if self.generations is not None:
-            cells = cells.to(self.generations.device)
-            self.generations[cells] = self.serial(cells)
 
     # -- identity: cells are tensors ``[B]`` int64
 
@@ -448,23 +342,13 @@ class Ring:
         slot = cell if self.lanes == 1 else cell // self.lanes
         return newest - (newest - slot) % self.steps
 
-    def stamp(self, cell: Tensor) -> Tensor:
-        """Return the serial of the row in each cell."""
-        return (
-            self.serial(cell)
-            if self.in_order or self.generations is None
-            else self.generations[cell]
-        )
-
     def is_live(self, cell: Tensor) -> Tensor:
         return self.serial(cell) >= self.ends_at(cell)[0]
 
     def is_stale(self, cell: Tensor, stamp: Tensor) -> Tensor:
         """Return whether the row that had this stamp is gone, ``[B]`` bool; of cells
         out of range, nothing is known."""
-        if self.in_order or self.generations is None:
-            return (stamp != self.serial(cell)) | (stamp < self.ends_at(cell)[0])
-        return stamp != self.generations[cell.clamp(0, len(self.generations) - 1)]
+        return (stamp != self.serial(cell)) | (stamp < self.ends_at(cell)[0])
 
     def holes_among(self, cell: Tensor) -> Tensor | None:
         """Return which cells are holes, ``[B]`` bool; None if there are none. Cells out
@@ -524,25 +408,20 @@ class Ring:
     # -- state
 
     def state(self) -> State:
-        head, kept = (
-            torch.from_numpy(self.head[:FOLLOWING].copy()),
-            None if self.in_order else self.generations,
-        )
         return {
             "steps": self.steps,
-            "head": head,
-            "generations": None if kept is None else kept.clone(),
+            "head": torch.from_numpy(self.serials),
             "is_estimated": self.is_estimated,
             "value_rows": self.value_rows,
         }
 
-    def load(self, state: State, device: torch.device | str = "cpu") -> None:
+    def load(self, state: State) -> None:
         """Continue the :meth:`state` of a ring of as many slots, with serials greater
         by a multiple of T.
 
         No stamp of this ring matches then.
         """
-        tail, written, ordered = state["head"].numpy()
+        tail, written = state["head"].numpy()
         most = int(self.written.max())
         up = (
             max(0, -(-(most - int(tail.min())) // self.steps) * self.steps)
@@ -550,24 +429,13 @@ class Ring:
             else 0
         )
         self.after[:] = self.head
-        self.after[TAIL], self.after[WRITTEN], self.after[ORDERED] = (
-            tail + up,
-            written + up,
-            0,
-        )
+        self.after[TAIL], self.after[WRITTEN] = tail + up, written + up
         # all rows are new to those who have been told of others
         self.before[:] = self.after[TAIL]
         self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         if state["is_estimated"]:
             self.mark_estimated(state["value_rows"])
-        if (ordered > tail).any():
-            self.lose_order(device)
-            generations = state["generations"]
-            if generations is not None and self.generations is not None:
-                self.generations.copy_(
-                    torch.where(generations < 0, generations, generations + up)
-                )
 
 
 def extents(tail: Any, written: Any, steps: int) -> Any:
@@ -579,7 +447,7 @@ def extents(tail: Any, written: Any, steps: int) -> Any:
 def refuse_ring(state: Any, lead: torch.Size) -> None:
     """Raise a ValueError unless ``state`` is that of a ring whose longest lane fills
     the first rows, ``[steps, E]``."""
-    steps, head, generations = state["steps"], state["head"], state["generations"]
+    steps, head = state["steps"], state["head"]
     lanes = lead[1:].numel()
     if type(state["is_estimated"]) is not bool:
         raise ValueError(
@@ -591,27 +459,17 @@ def refuse_ring(state: Any, lead: torch.Size) -> None:
     if (
         not isinstance(head, Tensor)
         or head.dtype is not torch.int64
-        or head.shape != (3, lanes)
+        or head.shape != (2, lanes)
     ):
         raise ValueError(
-            f"the saved numbers of lanes must be int64 of shape {[3, lanes]}"
+            f"the saved numbers of lanes must be int64 of shape {[2, lanes]}"
         )
-    tail, written, ordered = head
+    tail, written = head
     fits = (
-        (tail >= 0)
-        & (tail <= written)
-        & (written - tail <= steps)
-        & (written < _MOST)
-        & (ordered <= written)
+        (tail >= 0) & (tail <= written) & (written - tail <= steps) & (written < _MOST)
     )
     if not bool(fits.all()) or int(extents(tail, written, steps).max()) != lead[0]:
         raise ValueError("the saved numbers of lanes do not fit the saved rows")
-    if generations is not None and (generations.dtype, generations.shape) != (
-        torch.int64,
-        (steps * lanes,),
-    ):
-        found = f"{generations.dtype} of shape {tuple(generations.shape)}"
-        raise ValueError(f"the saved generations are {found}, not one per row")
 
 
 def refuse_stamps(stamp: Tensor, rows: int) -> None:

@@ -64,13 +64,7 @@ class SavedRows:
             storage.dedup_for(layout, self.dedup) if self.is_new else storage.dedup
         )
         self.is_direct = self.fits and own_dedup == self.dedup
-        tail, written, ordered = ring["head"]
-        self.in_order = bool((ordered <= tail).all())
-        if not self.is_direct and not self.in_order:
-            raise ValueError(
-                "the saved rows have no order of age to copy them in: load them into a storage of the same capacity, "
-                f"{self.steps} time steps (this one has {self.capacity}), without share_next and frames"
-            )
+        tail, written = ring["head"]
         self.dropped = max(0, int((written - tail).max()) - self.capacity)  # time steps
         scratch = storage.scratch_dir
         is_there = (

@@ -11,10 +11,12 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
     PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
     Storage,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
     Writer,
@@ -56,6 +58,19 @@ def parts_of(buffer: object) -> list[Any]:
         found.append(sampler)
         sampler = getattr(sampler, "sampler", None)
     return found
+
+
+def keeps_order(writer: object) -> bool | None:
+    """Whether a writer writes one time step after another; None if it is unknown.
+
+    A writer's class may have an attribute ``keeps_order``.
+    """
+    declared = getattr(writer, "keeps_order", None)
+    if declared is not None:
+        return bool(declared)
+    if isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter):
+        return True
+    return False if isinstance(writer, TensorDictMaxValueWriter) else None
 
 
 def columns_or_none(storage: Storage) -> Any:

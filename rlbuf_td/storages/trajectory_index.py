@@ -46,7 +46,6 @@ class TrajectoryIndex:
         SchemaError: (on a look-up) a row holds several steps, as a write ``[E, T]``
             with ``ndim=1``.
         RuntimeError: (on a look-up) the storage is empty.
-        ValueError: (on a look-up) the rows are not in time order.
         IndexError: (on a look-up) an index is -1, or outside the written rows; indices
             on CUDA are not checked.
 
@@ -122,7 +121,6 @@ class TrajectoryIndex:
 
         Raises:
             RuntimeError: the storage is empty.
-            ValueError: its rows are not in time order.
 
         Cost: O(E + K); on other devices, O(T * E).
         """

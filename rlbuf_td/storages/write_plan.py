@@ -32,7 +32,7 @@ from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, addresses_of, on_host, to_device
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
-from rlbuf_td.storages.listeners import Listener, Listeners, Then
+from rlbuf_td.storages.listeners import Listener, Listeners
 from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
@@ -149,7 +149,6 @@ class CompiledWrites(WritePlan):
             extents=rows.extents.ctypes.data,
             sources=self.sources.ctypes.data,
             head=ring.address,
-            generations=0 if ring.generations is None else ring.generations.data_ptr(),
             episodes=0 if episodes is None else episodes.locate_rows(),
             entries=0 if self.entries is None else self.entries.address,
             write_entries=0
@@ -310,8 +309,6 @@ class CompiledWrites(WritePlan):
             storage.recover()
         elif code == self.codes.UNWEIGHED:
             self.priorities.rule.refresh_weights()
-        elif code == self.codes.OUTDATED:
-            self.ring_record["generations"] = self.ring.generations.data_ptr()  # pyrefly: ignore [missing-attribute]
         # a row could be read after it was overwritten
         elif code == self.codes.OVERLAPPING:
             leaves = [leaf.clone() for leaf in leaves]
@@ -396,7 +393,7 @@ class TorchWrites(WritePlan):
                 self.tell(index)
 
         written = np.flatnonzero(more)
-        storage.publish(written, more[written], copy, Then(plan, tell))
+        storage.publish(written, more[written], copy, plan, tell)
         return index
 
 
@@ -426,7 +423,7 @@ def _occurrences(numbers: np.ndarray) -> np.ndarray:
     """Return for each element how many equal elements precede it, ``[n]`` int64; O(n
     log n)."""
     order = np.argsort(numbers, kind="stable")
-    ordered = numbers[order]
+    ascending = numbers[order]
     found = np.empty(len(numbers), np.int64)
-    found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
+    found[order] = np.arange(len(numbers)) - np.searchsorted(ascending, ascending)
     return found

@@ -47,10 +47,10 @@ def as_index(index: object) -> torch.Tensor:
 
 
 def as_steps(cursor: object, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of
-    unwritten steps.
+    """Convert an index of time steps to an int64 array; refuse steps that have not been
+    written, unless they ``append`` to the ``live`` ones without a gap.
 
-    Otherwise negative indices count from the end of the ``live`` steps, as in reads.
+    Negative indices of edits count from the end of the ``live`` steps, as in reads.
     """
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
@@ -70,12 +70,15 @@ def as_steps(cursor: object, total: int, live: int, append: bool) -> np.ndarray:
         raise IndexError(
             f"position {bad} is out of range of a storage of {total} time steps"
         )
-    if append and len(np.unique(steps[steps >= live])) != max(
-        0, int(steps.max()) + 1 - live
-    ):
+    new = np.unique(steps[steps >= live])
+    if len(new) and not append:
         raise IndexError(
-            f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
-            "or pass set_cursor=False to write without counting the rows"
+            f"position {new[0]} has not been written, and cannot be edited: {live} time steps are stored, "
+            "which rb.extend or rb.add continues"
+        )
+    if len(new) and len(new) != new[-1] + 1 - live:
+        raise IndexError(
+            f"positions up to {new[-1]} leave rows after {live - 1} unwritten: write them in order"
         )
     return steps.astype(np.int64)
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
     RoundRobinWriter,
     Storage,
-    TensorDictMaxValueWriter,
     Writer,
 )
 
@@ -24,6 +22,11 @@ if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
 
 MOST = (1 << 63) - 1
+#: What to use in place of TorchRL's counts of the writes to each position.
+NO_GENERATIONS = (
+    "track_generations=True is not supported: leave it out. In place of update_if_present, "
+    "rb.write_back(batch, keys) skips rows that have been replaced since they were sampled"
+)
 _STATE_FILE = "writer.pt"
 _CURSOR = 3  # its place in the numbers of a TimeWriter
 
@@ -34,13 +37,9 @@ class CountingWriter(Writer, Recovers):
 
     _storage: PackedStorage
 
-    def count_in(self, numbers: SharedNumbers, planned: int = 1) -> None:
-        """Keep the counts in these numbers.
-
-        The first is the write count, in rows. A write plans the first ``planned`` ones, in the
-        numbers after them, see :class:`Planned`.
-        """
-        self.numbers, self.planned = numbers, Planned(numbers, 0, planned, planned)
+    def count_in(self, numbers: SharedNumbers) -> None:
+        """Keep the counts in these numbers; the first is the write count, in rows."""
+        self.numbers = numbers
 
     @property
     def _write_count(self) -> int:
@@ -66,10 +65,6 @@ class CountingWriter(Writer, Recovers):
         """Share the counts with processes that are forked later, or spawned with this
         writer as an argument."""
         self.numbers.share_memory_()
-
-    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
-        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
-        self.planned.settle(storage.ring.publication)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``."""
@@ -105,9 +100,19 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     # whether single lanes of a PackedStorage can be written, see :meth:`append`
     appends = True
 
-    def __init__(self, *, track_generations: bool = False) -> None:
+    def __init__(self) -> None:
         self.count_in(SharedNumbers("q", [0, -1, 0, 0]))
-        super().__init__(compilable=False, track_generations=track_generations)
+        super().__init__(compilable=False)
+
+    def count_in(self, numbers: SharedNumbers) -> None:
+        """Keep the counts in these numbers; the second and the third plan the first,
+        see :class:`Planned`."""
+        super().count_in(numbers)
+        self.planned = Planned(numbers, 0, 1)
+
+    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        self.planned.settle(storage.ring.publication)
 
     @property
     def _cursor(self) -> int:
@@ -123,16 +128,10 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     def _cursor(self, cursor: int) -> None:
         self.numbers[_CURSOR] = cursor
 
-    @property
-    def counts_generations(self) -> bool:
-        """Whether this writer, or another writer of the storage, counts the writes to
-        each position."""
-        return self._track_generations or self._generation is not None
-
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index.
         Errors: see :meth:`extend`."""
-        return self._write_tracked(data, single=True)
+        return self.write(data, single=True)
 
     def extend(self, data: object) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if
@@ -145,21 +144,12 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        return self._write_tracked(data)
+        return self.write(data)
 
     def write(self, data: object, **how: Any) -> Any:
         """Write rows after the newest ones; see :meth:`PackedStorage.advance` for
         ``how``, errors and the index that is returned."""
         return self._storage.advance(data, self.planned, **how)
-
-    def _write_tracked(self, data: object, *, single: bool = False) -> Any:
-        index = self.write(data, single=single)
-        if self.counts_generations:
-            lanes = self._storage.ring.lanes
-            self._bump_generation(
-                index[::lanes, 0] if self._storage.ndim > 1 else index, data
-            )
-        return index
 
     def append(self, lanes: object, data: TensorDictBase) -> torch.Tensor:
         """Write rows, ``[n]``, each after the newest row of its lane; return their
@@ -194,31 +184,9 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
         """Raise an error if this writer's state is wrong."""
         saved_number("cursor", state["_cursor"], 0, MOST)
         saved_number("write count", state.get("_write_count", 0), 0, MOST)
-        generation = state.get("_generation")
-        if generation is not None and (generation.ndim, generation.dtype) != (
-            1,
-            torch.int64,
-        ):
-            raise ValueError(
-                f"the saved generations are {generation.dtype} of shape {tuple(generation.shape)}"
-            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
-
-
-def keeps_order(writer: object) -> bool | None:
-    """Whether a writer writes one time step after another; None if only its writes can
-    tell.
-
-    A writer's class may have an attribute ``keeps_order``.
-    """
-    declared = getattr(writer, "keeps_order", None)
-    if declared is not None:
-        return bool(declared)
-    if isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter):
-        return True
-    return False if isinstance(writer, TensorDictMaxValueWriter) else None
 
 
 def without_index(data: object) -> Any:

@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import State, state_of
-from rlbuf_td.storages.listeners import Then
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.writes import stacked
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
 
 _STATE = "_write_count", "following", "threshold"
-_NUMBERS = len(_STATE)
 # least uniform number u, so that log(1 - u) < 0; most skipped time steps
 _LEAST, _MOST = 2.0**-54, 1 << 62
 
@@ -49,9 +48,15 @@ class ReservoirWriter(CountingWriter):
     stored with probability ``T / N``, and every set of T time steps is equally likely.
     With ``ndim=2``, all lanes of a time step are stored or dropped together. The stored
     rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`,
-    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`. Store
-    ``"next"`` with each transition, because the following row is not the following time
-    step.
+    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`, also in a later
+    buffer over these rows. Store ``"next"`` with each transition, because the following
+    row is not the following time step.
+
+    In a full buffer, a write edits stored rows: new data takes the place, the serial
+    and the stamp (``"sampled_at"``) of the row that it replaces, and gets the priority
+    of new rows. A batch that was drawn before counts as one of the new data: updates of
+    its priorities, and ``rb.write_back``, change the row that is there now. A process
+    that is killed during such a write may leave these rows half written.
 
     ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates
     skip this index. :attr:`ReplayBuffer.write_count` also counts dropped rows.
@@ -88,8 +93,8 @@ class ReservoirWriter(CountingWriter):
     def __init__(self) -> None:
         super().__init__(compilable=False)
         # Number of rows written, that of the first row of the next time step to store,
-        # and the bits of the float64 ``log_threshold``; then four for what a write plans.
-        self.count_in(SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0]), _NUMBERS)
+        # and the bits of the float64 ``log_threshold``.
+        self.count_in(SharedNumbers("q", [0, 0, 0]))
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another
@@ -110,12 +115,12 @@ class ReservoirWriter(CountingWriter):
         if self._write_count < rows or (
             self._write_count > rows and not torchrl_parts.is_full(storage)
         ):
-            self.numbers.values[:_NUMBERS] = rows, 0, 0
+            self.numbers.values[:] = rows, 0, 0
 
     def choose(self, count: int, steps: int, lanes: int = 1) -> Choice:
         """Choose which of the next ``count`` time steps of ``lanes`` rows to store in a
         storage of ``steps`` time steps."""
-        written, following, bits, *_ = self.numbers
+        written, following, bits = self.numbers
         written, following = written // lanes, following // lanes
         (log_threshold,) = unpack("d", pack("q", bits))
         filled = max(0, min(steps - written, count))
@@ -155,7 +160,6 @@ class ReservoirWriter(CountingWriter):
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
-        super().recover(storage, new)
         self._match_storage()
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
@@ -199,41 +203,33 @@ class ReservoirWriter(CountingWriter):
             # if it does not come to this, `_match_storage` will do it
             self.numbers[0] = (written + choice.filled) * lanes
         if choice.kept:
-            newest = {slot: at for at, slot in choice.kept}
+            newest = {slot: position for position, slot in choice.kept}
             slots, rows = torch.tensor([[*newest], [*newest.values()]], device="cpu")
             kept = reshaped(
                 without_index(data), lambda each: each[rows.to(each.device)]
             )
-            with storage.lock:
-                storage.scatter(slots, kept, self._then(choice.state, slots))
+            with storage.lock, defer_sigint:
+                storage.set(slots, kept, set_cursor=False)
+                self.numbers.values[:] = choice.state
+                replaced = self._replicate_index(slots)
+                for listener in torchrl_parts.listeners_of(storage):
+                    listener.mark_update(replaced)
             for position, slot in choice.kept:
                 index[position] = slot
         else:
-            self.numbers.values[:_NUMBERS] = choice.state
+            self.numbers.values[:] = choice.state
         if storage.ndim > 1:
             index = self._replicate_index(index)
             index = torch.where(index[:, :1] < 0, -1, index)
         return index
 
-    def _then(self, after: tuple[int, ...], slots: torch.Tensor) -> Then:
-        """Return what a write to ``slots`` does besides: its state is ``after``, and
-        listeners are told."""
-
-        def take() -> None:
-            self.planned.take()
-            index = self._replicate_index(slots)
-            for listener in torchrl_parts.listeners_of(self._storage):
-                listener.mark_update(index)
-
-        return Then(lambda publication: self.planned.plan(publication, *after), take)
-
     def _empty(self, empty_write_count: bool = True) -> None:
         # even without ``empty_write_count``, because a new sample starts
-        self.numbers.values[:_NUMBERS] = 0, 0, 0
+        self.numbers.values[:] = 0, 0, 0
 
     def state_dict(self) -> State:
         """Return the counters. The buffer saves the random generator."""
-        return dict(zip(_STATE, self.numbers.values[:_NUMBERS], strict=True))
+        return dict(zip(_STATE, self.numbers, strict=True))
 
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError if the state is
@@ -250,7 +246,7 @@ class ReservoirWriter(CountingWriter):
             raise ValueError(
                 f"the state is not that of a ReservoirWriter: {state_dict}"
             )
-        self.numbers.values[:_NUMBERS] = values
+        self.numbers.values[:] = values
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(write_count={self._write_count})"

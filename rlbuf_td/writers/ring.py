@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlbuf_td.writers.common import TimeWriter
+from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 
 
 class RingWriter(TimeWriter):
@@ -15,8 +15,11 @@ class RingWriter(TimeWriter):
 
     Args:
         compilable: has no effect; accepted for compatibility with TorchRL.
-        track_generations: whether to count the writes to each position. TorchRL's
-            ``ReplayBuffer.update_if_present`` needs these counts.
+        track_generations: must be False; :meth:`ReplayBuffer.write_back` takes the
+            place of TorchRL's ``update_if_present``.
+
+    Raises:
+        NotImplementedError: ``track_generations`` is ``True``.
 
     Cost: proportional to the number of rows written.
 
@@ -34,4 +37,6 @@ class RingWriter(TimeWriter):
     def __init__(
         self, compilable: bool = False, *, track_generations: bool = False
     ) -> None:
-        super().__init__(track_generations=track_generations)
+        if track_generations:
+            raise NotImplementedError(NO_GENERATIONS)
+        super().__init__()

@@ -268,7 +268,7 @@ class RolloutWriter(TimeWriter, Completes):
                 raise ValueError(f"{room}. {remedy}")
             data = _with_entries(data, self.added_entries(data))
             how |= {"single": single, "lanes_first": lanes_first}
-            return super().write(data, from_slot=None if cursor else 0, **how)
+            return super().write(data, begins_anew=not cursor, **how)
 
     def added_entries(self, data: TensorDictBase) -> dict[tuple[str, ...], Tensor]:
         """Return the entries that this writer adds to time steps like ``data``, filled

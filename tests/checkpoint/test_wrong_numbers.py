@@ -56,8 +56,6 @@ def make(name: str, share_next: bool = False, count: int = 30) -> td.ReplayBuffe
     rb.extend(rows)
     if count:
         rb.sample()
-        if not share_next and name == "uniform":  # with generations
-            rb.storage.set(torch.tensor([3]), rb.storage.get(torch.tensor([4])))
     return rb
 
 
@@ -82,9 +80,8 @@ STORAGE: dict[str, list[Any]] = {
         lambda x: x[:-1],
         lambda x: x.float(),
         lambda x: x - 1,
-        lambda x: x[[1, 0, 2]],
+        lambda x: x[[1, 0]],
     ],
-    "ring.generations": [lambda x: torch.zeros(3), torch.zeros(2, dtype=torch.int64)],
 }
 SHARED: dict[str, list[Any]] = {
     "entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]],

@@ -281,10 +281,7 @@ def of_numbers() -> Any:
 
 
 REWARD = ("next", "reward")
-MISSHAPEN, OUT_OF_ORDER = (
-    "shape|size|Failed to update",
-    "needs rows in time order, and some were written elsewhere",
-)
+MISSHAPEN = "shape|size|Failed to update"
 
 
 def rolled(*size: int, value: int = 1, **entries: Any) -> TensorDict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,9 @@ REFUSALS: Table = {
         *((lambda storage, at=at: storage.set(at, steps(2)), IndexError, "leave rows after 5 unwritten|out of range")
           for at in (range(7, 9), slice(7, 9), tensor([0, 7]), [7, 9], [9, 10], tensor([0, -7]))),
         (lambda storage: storage.set(7, steps()), IndexError, "leave rows after 5 unwritten|out of range"),
+        *((lambda storage, at=at: setitem(storage, at, steps(len(at))), IndexError,
+           "position [67] has not been written, and cannot be edited: 6 time steps|out of range")
+          for at in ([6], [7], [0, 6], [2, 7, 1])),
         (lambda storage: storage.set([], steps(0)), IndexError, "empty set of positions"),
         (lambda storage: storage.set(slice(2, 2), steps(0)), IndexError, "empty set of positions"),
         *((lambda storage, at=at: storage.set(at, steps(3)), IndexError, "cannot write at a cursor")

@@ -216,18 +216,3 @@ def test_what_was_made_in_inference_mode_is_written_to_outside_it(
             rb.load_state_dict(rb.state_dict())
         use(rb, 70)
         assert len(rb.sample()) == 32
-
-
-def test_rows_written_out_of_order_in_inference_mode_are_known_outside() -> None:
-    rb = ReplayBuffer(
-        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=8
-    )
-    with torch.inference_mode():
-        rb.extend(data(10))
-        rb.storage.set(torch.tensor([3]), data(1, 10))
-    batch = rb.sample()
-    rb.storage["x"][0] += 1
-    rb.storage.set(torch.arange(10), data(10, 11))
-    batch["td_error"] = torch.full((8,), 5.0)
-    rb.update_tensordict_priority(batch)
-    assert rb.health()["stale_updates"] == 8

@@ -1,10 +1,8 @@
-"""Samplers that need rows in time order refuse all others: by the writer, and by what
-was written to the rows."""
+"""Samplers that need rows in time order refuse writers that keep none; buffers over
+one storage follow each other's rows."""
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +41,6 @@ class OwnSampler(RowSampler):
         return torch.randint(len(storage), (batch_size,), generator=self._rng), {}
 
 
-REFUSED = "needs rows in time order, and some were written elsewhere than after the newest row"
 SAMPLERS = {
     "recency": lambda: RecencySampler(2.0),
     "a user's": OwnSampler,
@@ -112,115 +109,41 @@ class Every(Writer):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
-    ordered = buffer(sampler=sampler(), writer=Every(lambda count: count % T))
+def test_a_writer_of_ones_own_says_whether_it_keeps_order(sampler):
+    class InOrder(Every):
+        keeps_order = True
+
+    for storage in (PackedStorage(T), LazyTensorStorage(T)):
+        with pytest.raises(
+            (ValueError, TypeError),
+            match=r"a Every may write in any order: set keeps_order = True|a PackedStorage",
+        ):
+            buffer(storage, sampler(), writer=Every(lambda count: count % T))
+    rb = buffer(sampler=sampler(), writer=InOrder(lambda count: count % T))
     for first in range(0, 3 * T, 4):
-        ordered.extend(rows(first, 4))
-        assert ordered.sample().shape == (8,)
-    swapping = buffer(
-        sampler=sampler(),
-        writer=Every(lambda count: count if count < T else (5 * count) % T),
-    )
-    swapping.extend(rows(0, T))
-    for _ in range(4):  # the fast path, too
-        swapping.sample()
-    swapping.extend(rows(T, 3))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=REFUSED):
-            swapping.sample()
-    with pytest.raises(ValueError, match=REFUSED):
-        swapping.sampler.sample(swapping.storage, 4)
-    with pytest.raises(
-        ValueError, match="a Every may write in any order: use a PackedStorage"
-    ):
-        buffer(
-            LazyTensorStorage(T),
-            RecencySampler(),
-            writer=Every(lambda count: count % T),
-        )
+        rb.extend(rows(first, 4))
+        assert rb.sample().shape == (8,)
+    ring = buffer(rb.storage)
+    assert ring.chronological()["x"].tolist() == [*range(2 * T, 3 * T)]
 
 
-def rows_only(of: ReplayBuffer, path: Path, sampler: Any = None) -> ReplayBuffer:
-    of.dumps(path)
-    rb = buffer(sampler=sampler)
-    rb.loads(path, rows_only=True)
-    return rb
-
-
-def state(of: ReplayBuffer, path: Path) -> PackedStorage:
-    storage = PackedStorage(T)
-    storage.load_state_dict(of.storage.state_dict())
-    return storage
-
-
-def dumped_storage(of: ReplayBuffer, path: Path) -> PackedStorage:
-    of.storage.dumps(path)
-    storage = PackedStorage(T)
-    storage.loads(path)
-    return storage
-
-
-def with_storage(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
-    rb = buffer(sampler=sampler)
-    rb.set_storage(storage)
-    return rb
-
-
-def with_sampler(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
-    rb = buffer(storage)
-    rb.set_sampler(sampler)
-    return rb
-
-
-WAYS = {
-    "a second buffer": lambda of, path: of.storage,
-    "state": state,
-    "dump of the storage": dumped_storage,
-    "rows_only": lambda of, path: rows_only(of, path).storage,
-    "shared": lambda of, path: of.share().storage,
-    "pickle": lambda of, path: pickle.loads(pickle.dumps(of.storage)),
-    "imported first": lambda of, path: ReplayBuffer.from_torchrl(of).storage,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_of_a_reservoir_stay_without_time_order(way, tmp_path):
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_samplers_refuse_the_writer_of_any_buffer_over_the_rows(sampler, cls):
     of = reservoir()
-    assert not of.storage.in_time_order
-    storage, sampler = WAYS[way](of, tmp_path), SAMPLERS["n-step"]
-    for make in (
-        (buffer, with_storage)
-        if way == "shared"
-        else (buffer, with_storage, with_sampler)
-    ):
-        with pytest.raises(ValueError, match="needs rows in time order"):
-            make(storage, sampler()).sample()
-    assert buffer(storage).sample().shape == (8,)
+    with pytest.raises(ValueError, match="order, a ReservoirWriter keeps none: use"):
+        cls(storage=of.storage, sampler=sampler(), batch_size=8).sample()
+    assert buffer(of.storage).sample().shape == (8,)
+    rb = buffer(sampler=sampler())
+    with pytest.raises(ValueError, match="order, a ReservoirWriter keeps none: use"):
+        reservoir(rb.storage)
+    rb.extend(rows(0, 4))
+    assert rb.sample().shape == (8,)
 
 
-@pytest.mark.parametrize("count", [1, 5, T])
-def test_a_ring_that_has_replaced_all_rows_is_in_time_order_again(count, tmp_path):
-    with pytest.raises(ValueError, match="needs rows in time order"):
-        rows_only(reservoir(), tmp_path, SAMPLERS["n-step"]())
-    rb = rows_only(reservoir(), tmp_path)
-    with pytest.raises(TypeError, match="keep no order of age"):
-        rb.last(2)
-    for first in range(0, T, count):
-        assert not rb.storage.in_time_order
-        rb.extend(rows(first, count))
-        # replaced rows are no progress of the ring
-        rb.storage.set(3, rb[3], set_cursor=False)
-    rb.set_sampler(SAMPLERS["n-step"]())
-    rb.sample()
-    end = -(-T // count) * count
-    assert rb.chronological()["x"].tolist() == [*range(end - T, end)]
-    rb.storage.set(3, rb[3])
-    assert not rb.storage.in_time_order
-    rb.empty()
-    assert rb.storage.in_time_order
-
-
-def test_torchrls_buffers_of_the_largest_values_are_imported_without_order(tmp_path):
+def test_torchrls_buffers_of_the_largest_values_are_imported_for_other_samplers(
+    tmp_path,
+):
     theirs = TensorDictReplayBuffer(
         storage=LazyTensorStorage(T), writer=TensorDictMaxValueWriter("x"), batch_size=4
     )
@@ -229,7 +152,29 @@ def test_torchrls_buffers_of_the_largest_values_are_imported_without_order(tmp_p
     for source in (theirs, tmp_path):
         with pytest.raises(ValueError, match="a TensorDictMaxValueWriter keeps none"):
             ReplayBuffer.from_torchrl(source, sampler=SAMPLERS["recency"]())
-        assert not ReplayBuffer.from_torchrl(source).storage.in_time_order
+        assert len(ReplayBuffer.from_torchrl(source)) == T
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_the_writer_of_the_largest_values_keeps_them_with_their_priorities(cls):
+    rb = cls(
+        storage=PackedStorage(T),
+        sampler=ProportionalSampler(T),
+        writer=TensorDictMaxValueWriter("rank"),
+        batch_size=8,
+    )
+    rank = torch.randperm(150).float()
+    for first in range(0, 150, 7):
+        part = torch.arange(first, min(first + 7, 150))
+        rb.extend(TensorDict({"x": part, "rank": rank[part]}, [len(part)]))
+        rb.storage.check()
+        stored, best = rb.storage[:], rank[: part[-1] + 1].sort(descending=True).values
+        assert torch.equal(stored["rank"].sort(descending=True).values, best[:T])
+        assert torch.equal(rank[stored["x"]], stored["rank"])
+        priority = rb.sampler.priority(torch.arange(len(stored)))
+        assert (priority[stored["x"] >= first] == 1.0).all()
+        errors = torch.full((len(stored),), 0.5).index_fill_(0, torch.tensor(0), 1.0)
+        rb.update_priority(torch.arange(len(stored)), errors)
 
 
 # -- several buffers over one storage
@@ -295,4 +240,3 @@ def test_two_rings_over_one_storage_write_one_after_the_other():
         assert one.chronological()["x"].tolist() == [
             *range(max(0, first + 5 - T), first + 5)
         ]
-    assert two.storage.in_time_order

@@ -61,8 +61,7 @@ ATTRIBUTES: list[tuple[str, str, str, str]] = [
     ("storage", "shared_init", OLD, "packed.py: collectors look for it"),
     ("sampler", "_rng _empty _remaining_batches", OLD, "torchrl_parts.py, wrapper.py"),
     ("writer", "_storage _rng _cursor _write_count _empty", OLD, "torchrl_parts.py"),
-    ("writer", "_bump_generation _replicate_index", OLD, "writers/common.py"),
-    ("writer", "_track_generations", OLD, "writers/common.py"),
+    ("writer", "_replicate_index", OLD, "writers/reservoir.py"),
     (
         "buffer",
         "_storage _sampler _writer _transform _sample_unit _rng _batch_size _dim_extend",

@@ -74,7 +74,7 @@ def steps(count: int, start: int = 0) -> TensorDict:
 def theirs(**parts: Any) -> Any:
     return TensorDictReplayBuffer(
         storage=LazyTensorStorage(CAPACITY),
-        writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})),
+        writer=TensorDictRoundRobinWriter(),
         **parts,
     )
 
@@ -82,7 +82,7 @@ def theirs(**parts: Any) -> Any:
 def packed(**parts: Any) -> Any:
     return TensorDictReplayBuffer(
         storage=PackedStorage(CAPACITY),
-        writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})),
+        writer=TensorDictRoundRobinWriter(),
         **parts,
     )
 
@@ -90,7 +90,7 @@ def packed(**parts: Any) -> Any:
 def ours(**parts: Any) -> Any:
     return ReplayBuffer(
         storage=PackedStorage(CAPACITY),
-        writer=RingWriter(**parts.pop("tracks", {})),
+        writer=RingWriter(),
         **parts,
     )
 
@@ -134,7 +134,6 @@ def stale() -> StalenessAwareSampler:
         },
         lambda: {"sampler": stale()},
         lambda: {"sampler": PromptGroupSampler(num_groups=2)},
-        lambda: {"sampler": RandomSampler(), "tracks": {"track_generations": True}},
     ],
     ids=[
         "sequences",
@@ -142,7 +141,6 @@ def stale() -> StalenessAwareSampler:
         "slices",
         "staleness",
         "groups",
-        "generations",
     ],
 )
 def test_batches_are_the_same(make: Any, parts: Callable[[], dict[str, Any]]) -> None:
@@ -272,23 +270,6 @@ def test_exports_hold_the_same_items(make: Any) -> None:
         rb.sample()
     assert found[0] == found[1]
     assert found[1][1] == list(range(9, CAPACITY + 9))
-
-
-@both
-def test_updates_of_records_that_are_still_there(make: Any) -> None:
-    found = []
-    for each in (theirs, make):
-        rb = each(
-            sampler=RandomSampler(), batch_size=8, tracks={"track_generations": True}
-        )
-        index = rb.extend(steps(30))
-        generation = rb.writer.generations_of(index)
-        rb.extend(steps(20, 30))  # replaces the first ten
-        patch = TensorDict({"t": torch.full((30,), 99)}, [30])
-        result = rb.update_if_present(index=index, generation=generation, patch=patch)
-        found.append((int(result.updated_count), rb.storage[:]["t"].tolist()))
-    assert found[0] == found[1]
-    assert found[1][0] == 20
 
 
 @both

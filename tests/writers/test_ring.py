@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import (
-    RoundRobinWriter,
     Storage,
     TensorDictRoundRobinWriter,
 )
@@ -161,47 +160,3 @@ def test_write_at_tells_the_index_that_was_written() -> None:
     assert (writer._cursor, writer._write_count, len(storage)) == (0, 7, 5)
     writer.write_at(4, numbered(20, None))
     assert storage["x"].tolist() == [0, 11, 2, 10, 20]
-
-
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_conditional_updates_reach_only_rows_that_are_still_there(
-    buffer: type, ndim: int
-) -> None:
-    lanes = (2,) * (ndim - 1)
-    storage = PackedStorage(4 * 2 ** (ndim - 1), ndim=ndim)
-    rb = buffer(
-        storage=storage,
-        writer=RingWriter(track_generations=True),
-        batch_size=16,
-        dim_extend=0,
-    )
-    rb.extend(numbered(0, 4, lanes))
-    batch = rb.sample()
-    index, patch = batch["index"], {("next", "y"): torch.full((16, 1), -5.0)}
-    rb.extend(numbered(100, 2, lanes))  # replaces time steps 0 and 1
-    expected = copied(storage[:])
-    result = rb.update_if_present(
-        index=index, generation=batch["index_generation"], patch=patch
-    )
-    is_there = index.view(16, ndim)[:, 0] >= 2
-    assert 0 < result.updated_count < 16
-    assert torch.equal(result.updated, is_there)
-    expected["next", "y"][tuple(index[is_there].reshape(-1, ndim).unbind(-1))] = -5.0
-    assert_same(storage[:], expected)
-
-
-def test_generations_are_counted_as_torchrl_counts_them() -> None:
-    ours, theirs = (
-        ring(PackedStorage(4), track_generations=True),
-        RoundRobinWriter(track_generations=True),
-    )
-    theirs.register_storage(LazyTensorStorage(4))
-    for j, n in enumerate([2, 5, None, 3, 11]):
-        for writer in (ours, theirs):
-            writer.add(numbered(j, None)) if n is None else writer.extend(
-                numbered(j, n)
-            )
-        index = torch.arange(-1, 5)
-        assert torch.equal(ours.generations_of(index), theirs.generations_of(index))
-    assert not RingWriter().tracks_generations

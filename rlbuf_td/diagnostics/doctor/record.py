@@ -194,12 +194,7 @@ class Record:
 
     def _cuts(self) -> Tensor:
         storage, flags = self.storage, self.flags
-        if (
-            self.knows_ends
-            and isinstance(storage, PackedStorage)
-            and storage.episodes
-            and storage.in_time_order
-        ):
+        if self.knows_ends and isinstance(storage, PackedStorage) and storage.episodes:
             spans = storage.episodes_now().spans
             ahead = [
                 spans(cells.to(storage.device)).ahead.cpu()

@@ -6,7 +6,7 @@ import numpy as np
 
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
-    *("rows", "extents", "sources", "head", "generations", "episodes", "entries"),
+    *("rows", "extents", "sources", "head", "episodes", "entries"),
     *("write_entries", "enter"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for
@@ -17,11 +17,9 @@ _ADDRESSES = (
 # sets the priorities of new rows.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES])
 #: For batches of ``count`` rows: the same shape, and addresses. ``serials`` points to
-# the numbers of a ring, and : ``generations`` to the serial of each row if rows are out
-# of order (0: serials follow from cells). ``stamped`` is 1 : if batches have the serials
-# of their rows.
+#: the numbers of a ring. ``stamped`` is 1 if batches have the serials of their rows.
 BATCH = np.dtype([
-    (name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "serials", "generations", "stamped")
+    (name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "serials", "stamped")
 ])  # fmt: skip
 
 #: For updates of priorities: the shape of the rows, as above, and addresses. ``table``
@@ -37,7 +35,6 @@ UPDATE = np.dtype(
             "lanes",
             "table",
             "serials",
-            "generations",
             "largest",
             "alpha",
             "weighed_alpha",

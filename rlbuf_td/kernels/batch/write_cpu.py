@@ -36,7 +36,6 @@ from rlbuf_td.kernels.serials import (
     DIRTY,
     IDLE,
     NEXT_PUBLICATION,
-    ORDERED,
     PUBLICATION,
     PUBLISHED,
     REVISION,
@@ -48,7 +47,6 @@ from rlbuf_td.kernels.serials_cpu import (
     block_at,
     head_at,
     longest_of,
-    serial_of,
 )
 from rlbuf_td.kernels.sum_tree import TREE
 from rlbuf_td.kernels.sum_tree.cpu import fill, update
@@ -56,10 +54,9 @@ from rlbuf_td.kernels.sum_tree.cpu import fill, update
 # what `write` returns, instead of a slot, if rows were written to lanes that stand
 # apart
 IN_CELLS = -1
-#: Why nothing was written: the write before did not end; the generations of rows out of
-# order have no address; weights : are those of another alpha; the data lies in the rows;
-# a lane is out of range.
-UNFINISHED, OUTDATED, UNWEIGHED, OVERLAPPING, NO_LANE = range(-2, -7, -1)
+#: Why nothing was written: the write before did not end; weights are those of another
+#: alpha; the data lies in the rows; a lane is out of range.
+UNFINISHED, UNWEIGHED, OVERLAPPING, NO_LANE = range(-2, -6, -1)
 # bytes of leaves that are copied past the caches if the rows have more bytes than this:
 _LARGE = 1_024
 _STREAMED = 16 << 20
@@ -112,7 +109,7 @@ def write(
         head_at(ring.head, lanes),
         np.full(lanes, count),
     )
-    code = _refusal(ring, block, head, lane_ids, priorities, more)
+    code = _refusal(ring, block, lane_ids, priorities, more)
     if code:
         return code
     apart = lane_ids != 0 or not _stand_together(head, steps)
@@ -135,7 +132,7 @@ def write(
     if apart:
         _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
     _place(ring, before, more, lane_ids, lanes_first, index, cells)
-    _scatter(ring, cells)
+    _copy(ring, cells)
     rows = np.empty(_WORDS, np.int64)
     slot = (cursor + max(count - steps, 0)) % steps
     given = _Rows(
@@ -161,7 +158,7 @@ def write(
                     more[e] - skipped,
                     skipped > 0,
                 )
-    _publish(ring, block, head, cells)
+    _publish(block, lanes)
     if counts:
         store(counts, load(counts + 16, np.int64), np.int64)
         barrier()
@@ -182,13 +179,11 @@ def _call(function, rows, cells, before):
 
 
 @inlined
-def _refusal(ring, block, head, lane_ids, priorities, more):
+def _refusal(ring, block, lane_ids, priorities, more):
     """Return why nothing can be written, or 0; count the rows of each lane in ``more``,
     which holds the rows of all."""
     if block[DIRTY] != IDLE:
         return UNFINISHED
-    if not ring.generations and not _in_order(head):
-        return OUTDATED
     if priorities:
         given = carray(pointer(priorities), 1, UPDATE)[0]
         if given.alpha and load(given.alpha, np.float64) != load(
@@ -207,14 +202,6 @@ def _refusal(ring, block, head, lane_ids, priorities, more):
                 return NO_LANE
             more[lane[i]] += 1
     return 0
-
-
-@inlined
-def _in_order(head):
-    ordered = True
-    for e in range(head.shape[1]):
-        ordered &= head[ORDERED, e] <= head[TAIL, e]
-    return ordered
 
 
 @inlined
@@ -271,7 +258,7 @@ def _place(ring, before, more, lane_ids, lanes_first, index, cells):
 
 
 @inlined
-def _scatter(ring, cells):
+def _copy(ring, cells):
     """Copy the rows of the data to their cells."""
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)
@@ -291,9 +278,8 @@ def _scatter(ring, cells):
 
 
 @inlined
-def _publish(ring, block, head, cells):
+def _publish(block, lanes):
     """Make the rows live whose bytes have been stored; see ``Ring.publish``."""
-    lanes = head.shape[1]
     barrier()
     block[DIRTY] = PUBLISHED
     barrier()
@@ -301,13 +287,6 @@ def _publish(ring, block, head, cells):
         block[i] = block[AFTER * lanes + i]
     block[PUBLICATION] = block[NEXT_PUBLICATION]
     block[REVISION] += 1
-    if not _in_order(head):
-        for i in range(len(cells)):
-            if cells[i] >= 0:
-                serial = serial_of(
-                    head, ring.steps, cells[i] // lanes, cells[i] % lanes
-                )
-                store(ring.generations + 8 * cells[i], serial, np.int64)
     barrier()
 
 
