@@ -37,11 +37,9 @@ from rlbuf_td import (
     EpisodeSampler,
     EpisodeStats,
     ExperienceQueue,
-    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
-    ProportionalSampler,
     ReplayBuffer,
     ReplayBufferMixture,
     ReservoirWriter,
@@ -241,15 +239,6 @@ FORMS = {
     "counted": Form(ids=True, options=counted, lacks=PARTS),
     "torch": Form(lanes=2, backend="torch"),
 }
-#: The ages of fresh rows are kept until the next call, and a write between a sampler's
-# load and that call moves them.
-FRESH: dict[str, Callable[[int], Any]] = {
-    # some are left when the way is taken
-    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 2),
-    "fresh by priority": lambda rows: NStepSampler(
-        FreshRowsSampler(ProportionalSampler(rows), 2), 2, 0.9
-    ),
-}
 MORE: dict[str, Callable[[int], Any]] = SAMPLERS | {
     "final goals": lambda rows: HindsightSampler(
         UniformSampler(), positive_fn, strategy="final"
@@ -294,11 +283,6 @@ def product() -> Iterator[tuple[str, Maker]]:
     for sampler, make in MORE.items():
         yield from (
             (f"{sampler}, {form}", kind.of(make)) for form, kind in FORMS.items()
-        )
-    for sampler, make in FRESH.items():
-        yield from (
-            (f"{sampler}, {form}", replace(kind.of(make, *PARTS), turn=9))
-            for form, kind in FORMS.items()
         )
     for form, kind in OTHERS.items():
         for sampler in ("uniform", "proportional", "rank"):
@@ -663,7 +647,7 @@ SENT = [
 SENT += [
     "proportional, lanes apart",
     "n-step, observations once",
-    "fresh by priority, ids",
+    "n-step, ids",
     "queue",
     "an epoch",
 ]

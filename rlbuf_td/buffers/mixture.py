@@ -114,9 +114,9 @@ class ReplayBufferMixture:
         SchemaError: members hold different keys, dtypes or shapes.
 
     Cost: a draw and a gather per member, if the members have samplers of this package
-    (without wrappers, except :class:`FreshRowsSampler`), rows in host memory of equal
-    layout, and no transforms. Otherwise, each member makes a batch of its own, and
-    these batches are copied into one.
+    (without wrappers), rows in host memory of equal layout, and no transforms.
+    Otherwise, each member makes a batch of its own, and these batches are copied into
+    one.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with
     Offline Data, ICML 2023.

@@ -56,9 +56,6 @@ def normalizer_of(
     )
     probability = sampler.probability(drawn)
     likeliest = probability.argmax()
-    # all rows are fresh, and are never drawn otherwise
-    if not probability[likeliest] > 0.0:
-        return 1.0
     weight = (rows * probability[likeliest]) ** -sampler.beta
     # which may have underflowed
     return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))

@@ -1985,6 +1985,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
+
+        Example, of batches that always hold the newest row (combined experience replay;
+        with ``include_info=True``, exclude ``"index"`` from what ``sample`` returns):
+            >>> from rlbuf_td import PackedStorage, ReplayBuffer
+            >>> from tensordict import TensorDict
+            >>> rb = ReplayBuffer(storage=PackedStorage(9), batch_size=7, include_info=False)
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(20)}, [20]))
+            >>> batch = torch.cat((rb.last(1), rb.sample()))
+            >>> batch.shape, batch["x"][0]
+            (torch.Size([8]), tensor(19))
         """
         return self._newest(n, flat=flat)
 
@@ -2172,8 +2182,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         have another capacity, but not in a :class:`RolloutBuffer`, and not with
         ``track_generations=True`` (``rows_only`` loads these rows). The rows are then
         read into RAM and written to this buffer in order of age, with their priorities;
-        epochs begin anew, and all rows are fresh. If the saved rows exceed the
-        capacity, the oldest are dropped, with a warning. A load ends unfinished
+        epochs begin anew. If the saved rows exceed the capacity, the oldest are
+        dropped, with a warning. A load ends unfinished
         trajectories that have ids (``("collector", "traj_ids")``), because new
         collectors may use the same ids again. Batches that were drawn ahead are drawn
         anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips them in
@@ -2182,10 +2192,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         and as sampled as often as ``samples_per_insert`` asks.
 
         Other buffers over the same storage treat the loaded rows as new ones: all get
-        the priority of new rows before any TD error, epochs begin anew, all rows are
-        fresh, and flow control counts them as written. Ctrl-C while files are read
-        leaves the buffer unchanged; while the state is replaced, it takes effect after
-        the load.
+        the priority of new rows before any TD error, epochs begin anew, and flow
+        control counts them as written. Ctrl-C while files are read leaves the buffer
+        unchanged; while the state is replaced, it takes effect after the load.
 
         Args:
             path: the folder of the dump.

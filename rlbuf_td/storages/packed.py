@@ -1635,8 +1635,8 @@ class PackedStorage(LazyTensorStorage):
         or those of a state (``are_loaded``).
 
         Whatever removes all rows calls this method, at its end. Buffers then treat the
-        rows as new ones: they get the default priority, epochs begin anew, and all rows
-        are fresh. ``but`` is a buffer that loads the state of its parts itself.
+        rows as new ones: they get the default priority, and epochs begin anew. ``but``
+        is a buffer that loads the state of its parts itself.
         """
         cells = written_rows(self)
         for each in listeners_of(self):

@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -318,31 +317,6 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
         assert [sorted(part.tolist()) for part in rows.split(STEPS)] == [
             [*range(STEPS)]
         ] * 2
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device):
-    def made(first: int) -> ReplayBuffer:
-        sampler: Any = FreshRowsSampler(UniformSampler(), fresh=2)
-        sampler = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
-        rb = ReplayBuffer(
-            storage=PackedStorage(STEPS),
-            sampler=sampler,
-            batch_size=7,
-            device=device,
-            prefetch=3,
-        )
-        write(rb, 10, first)
-        return rb
-
-    rb, again = made(0), made(100)
-    seen = [rb.sample()["index"][:2].tolist()]  # and three more batches are drawn ahead
-    write(rb, 2, 10)  # two more fresh rows
-    again.sample()
-    again.load_state_dict(rb.state_dict())
-    for each in (rb, again):
-        rows = seen + [each.sample()["index"][:2].tolist() for _ in range(5)]
-        assert rows == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_a_forked_process_samples_the_shared_rows_by_itself():

@@ -18,7 +18,6 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -47,7 +46,6 @@ REFUSED = "needs rows in time order, and some were written elsewhere than after 
 SAMPLERS = {
     "recency": lambda: RecencySampler(2.0),
     "a user's": OwnSampler,
-    "fresh": lambda: FreshRowsSampler(UniformSampler()),
     "n-step": lambda: NStepSampler(UniformSampler(), 3, 0.9),
     "windows": lambda: SequenceSampler(UniformSampler(), 2),
     "hindsight": lambda: HindsightSampler(
