@@ -217,10 +217,6 @@ def counted(seed: int) -> dict[str, Any]:
     } | flow
 
 
-def unchanged(batch: TensorDictBase) -> TensorDictBase:
-    return batch
-
-
 def positive_fn(batch: TensorDictBase) -> torch.Tensor:
     return 1 + reward_fn(batch)
 
@@ -261,10 +257,6 @@ OTHERS = {
         options=lambda seed: {"writer": RingWriter(track_generations=True)}, lanes=2
     ),
     "a device": Form(options=lambda seed: {"device": "cpu"}, ids=True, lanes=2),
-    "drawn ahead": Form(options=lambda seed: {"prefetch": 2, "transform": unchanged}),
-    "a device, drawn ahead": Form(
-        options=lambda seed: {"device": "cpu", "prefetch": 2}, lanes=2
-    ),
     "emptied": Form(emptied=True),
     "emptied, observations once": Form(
         emptied=True, lanes=2, storage=partial(PackedStorage, share_next=True)
@@ -570,7 +562,6 @@ def ignored(name: str, way: str, used: bool) -> set[str]:
     # its dumps have their own order of keys, and no clock
     forms: tuple[str, ...] = ("layout",) if by_torchrl else ()
     # counted by a process, before the way too
-    forms += ("stale_updates",) if "drawn ahead" in name else ()
     return {
         *ALWAYS,
         *(CLOCK if used or by_torchrl else ()),

@@ -730,7 +730,7 @@ class MemberRows(NamedTuple):
 def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
     """Draw ``count`` rows from a member, and transform them."""
     # priorities must not change before the normalizer is known
-    with member._futures_lock, member._locked():
+    with member._locked():
         batch, report = member._drawn(count)
         normalizer = normalizer_of(member, report)
         stamps = member.storage.stamps(report["index"]) if batch.ndim == 1 else None

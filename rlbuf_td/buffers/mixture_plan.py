@@ -254,9 +254,7 @@ class MixturePlan:
 
 def is_usual(member: ReplayBuffer) -> bool:
     """Whether a member has no option that changes its batches."""
-    return (
-        member._returns_as_drawn and member.prefetcher is None and member.include_info
-    )
+    return member._returns_as_drawn and member.include_info
 
 
 def plan_mixture(members: Mapping[str, ReplayBuffer], size: int) -> MixturePlan | None:

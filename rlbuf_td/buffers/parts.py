@@ -20,16 +20,24 @@ from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import Info, by_row, first_of_row, inner_dims
+from rlbuf_td.storages.indexing import (
+    Info,
+    by_row,
+    device_of,
+    first_of_row,
+    inner_dims,
+)
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import TimeWriter, keeps_order
+from rlbuf_td.writers.rollout import RolloutWriter
 
 
 class Parts(NamedTuple):
@@ -266,3 +274,46 @@ def with_missing(
         if schema.get(key, None) is None:
             schema.set(key, value)
     return schema
+
+
+def copied(
+    batch: TensorDictBase, report: Info, device: torch.device | None
+) -> tuple[TensorDictBase, Info]:
+    """Return a batch and its report on another device."""
+    return batch.to(device), {  # pyrefly: ignore [bad-return]
+        key: tuple(part.to(device) for part in value)
+        if isinstance(value, tuple)
+        else value.to(device)
+        for key, value in report.items()
+    }
+
+
+def refuse_copies(parts: Parts) -> None:
+    """Raise a TypeError if the storage and the sampler do not support copying batches
+    to a ``device``."""
+    if parts.is_general or device_of(parts.storage).type != "cpu":
+        raise TypeError(
+            "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
+            f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
+            f"(and no collate_fn, sample unit or tracked generations)"
+        )
+
+
+def refuse_ahead(prefetch: int, sampler: Sampler, writer: Writer) -> None:
+    """Raise a ValueError if batches are drawn ahead, and sampler or writer decide late
+    which rows a batch may have."""
+    if not prefetch:
+        return
+    innermost = getattr(sampler, "innermost", sampler)
+    max_age = getattr(innermost, "max_age", None)
+    if max_age is not None:
+        kept = f"max_age={max_age}"
+    elif isinstance(innermost, MinibatchSampler | QueueSampler):
+        kept = f"the order of a {type(innermost).__name__}"
+    elif isinstance(writer, RolloutWriter):
+        kept = f"the newest rollout of a {type(writer).__name__}"
+    else:
+        return
+    raise ValueError(
+        f"with prefetch={prefetch}, batches are drawn too early to keep {kept}: use prefetch=0"
+    )

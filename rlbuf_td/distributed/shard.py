@@ -132,7 +132,7 @@ def checked_sampler(buffer: object) -> Any:
         ),
         (len(parts.transforms), "a transform", "transforms in the learner"),
         (
-            buffer.prefetcher or buffer.batch_device,
+            buffer._prefetch or buffer.batch_device,
             "prefetch or device",
             "those of the shards and the learner",
         ),

@@ -292,8 +292,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     extend = _of_inner("extend")
     mark_update = _of_inner("mark_update")
     _empty = _of_inner("_empty")
-    begun = _of_inner("begun")
-    progress = _of_inner("progress")
     # pyrefly: ignore [bad-override]
     reduction = property(
         lambda self: getattr(self.sampler, "reduction", "max"),
