@@ -120,7 +120,6 @@ HER, STEPS, BOTH = (
     Recipe(n_step=True, hindsight=True),
 )
 PAD = Recipe(sequence=True)
-OURS = [name for name in FORMS if "torchrl" not in name]
 QUEUES = ["plain", "share_next", "shared", "file"]
 KINDS: dict[str, Kind] = {
     "uniform": Kind(lambda rows: UniformSampler()),

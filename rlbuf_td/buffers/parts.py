@@ -4,7 +4,7 @@ together."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -38,6 +38,9 @@ from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import TimeWriter, keeps_order
 from rlbuf_td.writers.rollout import RolloutWriter
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 
 class Parts(NamedTuple):
@@ -299,14 +302,17 @@ def refuse_copies(parts: Parts) -> None:
         )
 
 
-def refuse_ahead(prefetch: int, sampler: Sampler, writer: Writer) -> None:
-    """Raise a ValueError if batches are drawn ahead, and sampler or writer decide late
-    which rows a batch may have."""
+def refuse_ahead(buffer: ReplayBuffer, sampler: Sampler, writer: Writer) -> None:
+    """Raise a ValueError if the buffer draws batches ahead, and flow control, sampler
+    or writer decide late which rows a batch may have."""
+    prefetch = buffer._prefetch_cap
     if not prefetch:
         return
     innermost = getattr(sampler, "innermost", sampler)
     max_age = getattr(innermost, "max_age", None)
-    if max_age is not None:
+    if buffer.flow is not None:
+        kept = "the ratio of flow control"
+    elif max_age is not None:
         kept = f"max_age={max_age}"
     elif isinstance(innermost, MinibatchSampler | QueueSampler):
         kept = f"the order of a {type(innermost).__name__}"

@@ -288,9 +288,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         #: A weak reference to a plan of writes (which holds the rows), statistics, and
         # how that plan counts in them.
         self._recorder: Any = None, None, None
-        ahead = kwargs.get("prefetch") or 0
         self.flow = make_flow(
-            samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size")
+            samples_per_insert, min_size, tolerance, kwargs.get("batch_size")
         )
         self.batch_device = None if device is None else usable_device(device)
         # whether batches were drawn ahead from rows that are gone
@@ -682,7 +681,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Update ``parts``; with ``default_priorities``, rows without a priority get
         the priority of new rows."""
         self._refuse_second_priorities(self._storage, self._sampler)
-        refuse_ahead(self._prefetch_cap, self._sampler, self._writer)
+        refuse_ahead(self, self._sampler, self._writer)
         self.plans, self._storage.write_plan = {}, None
         self._loop_steps = threading.local()
         transforms, has_units = (
@@ -2456,7 +2455,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_unordered(self.sampler, writer, self.storage)
-        refuse_ahead(self._prefetch_cap, self.sampler, writer)
+        refuse_ahead(self, self.sampler, writer)
         with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)

@@ -466,11 +466,12 @@ LATE: dict[str, dict[str, Any]] = {
     },
     "the order of a QueueSampler": {"sampler": QueueSampler(QUEUE), "writer": QUEUE},
     "the newest rollout of a RolloutWriter": {"writer": RolloutWriter()},
+    "the ratio of flow control": {"samples_per_insert": 1.0},
 }
 
 
 @pytest.mark.parametrize("kept", LATE)
-def test_prefetch_refuses_parts_that_decide_late_which_rows_to_draw(kept):
+def test_prefetch_refuses_what_decides_late_which_rows_to_draw(kept):
     with pytest.raises(ValueError, match=f"to keep {kept}: use prefetch=0"):
         ReplayBuffer(storage=PackedStorage(9), batch_size=4, prefetch=3, **LATE[kept])
 
