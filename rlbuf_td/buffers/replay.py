@@ -1995,8 +1995,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
 
-        Example, of batches that always hold the newest row (combined experience replay;
-        with ``include_info=True``, exclude ``"index"`` from what ``sample`` returns):
+        Example: batches that always hold the newest row (combined experience replay)
+
             >>> from rlbuf_td import PackedStorage, ReplayBuffer
             >>> from tensordict import TensorDict
             >>> rb = ReplayBuffer(storage=PackedStorage(9), batch_size=7, include_info=False)
@@ -2004,6 +2004,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             >>> batch = torch.cat((rb.last(1), rb.sample()))
             >>> batch.shape, batch["x"][0]
             (torch.Size([8]), tensor(19))
+
+        With ``include_info=True``, leave out what only ``sample`` adds:
+        ``rb.sample().exclude("index")``.
         """
         return self._newest(n, flat=flat)
 

@@ -548,7 +548,7 @@ class SequenceSampler(SamplerWrapper):
     def reading(
         self, storage: PackedStorage, size: int, is_stamped: bool
     ) -> Reading | str:
-        """See :func:`~rlbuf_td.samplers.wrapper.reading_of`."""
+        """See ``reading_of`` in ``wrapper.py``."""
         layout, init_key = (
             storage.all_rows().layout,
             cast("tuple[str, ...]", self.flag_keys[0]),
