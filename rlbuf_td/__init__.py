@@ -38,7 +38,6 @@ from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.samplers import (
     EpisodeSampler,
-    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -63,7 +62,6 @@ __all__ = [
     "EpisodeSampler",
     "EpisodeStats",
     "ExperienceQueue",
-    "FreshRowsSampler",
     "GymnasiumRecorder",
     "HindsightSampler",
     "MemoryWarning",

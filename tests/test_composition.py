@@ -18,7 +18,6 @@ import torch
 from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
@@ -28,7 +27,6 @@ from rlbuf_td import (
     ReplayBufferMixture,
     RingWriter,
     SequenceSampler,
-    UniformSampler,
 )
 from tests import catalogue
 from tests import model as m
@@ -71,15 +69,10 @@ INNER: dict[str, Callable[[int], Any]] = {
 } | {
     "proportional": lambda rows: ProportionalSampler(rows, **GIVEN),
     "rank": lambda rows: RankSampler(rows, **GIVEN),
-    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 5),
     "floored": lambda rows: ProportionalSampler(rows, **GIVEN, min_priority=1.0),
-    "fresh over proportional": lambda rows: FreshRowsSampler(
-        ProportionalSampler(rows, **GIVEN), 5
-    ),
 }
 LAWS = catalogue.LAWS | {
     "rank": lambda model: m.by_rank(model, 0.7),
-    "fresh": m.uniform,
 }
 
 
@@ -164,9 +157,7 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         assert not recipe.hindsight or 0 < sum(
             goal is not None for goal in goals
         ) < len(goals)
-    # whose law is not that of independent draws
-    if kind not in ("fresh", "fresh over proportional"):
-        assert_follows(counts, law)
+    assert_follows(counts, law)
     if hasattr(sampler, "priority"):
         errors = torch.arange(len(batch)) % 61 / 16 - 1.5
         world.rb.update_tensordict_priority(batch.set("td_error", errors.unsqueeze(-1)))
@@ -213,7 +204,7 @@ def test_every_combination_is_what_brute_force_says(kind, recipe, ndim, fill, bu
     check(kind, RECIPES[recipe], ndim, fill, buffer)
 
 
-PAIRS = [("uniform", "recency"), ("fresh", "proportional"), ("floored", "rank")]
+PAIRS = [("uniform", "recency"), ("rank", "proportional"), ("floored", "rank")]
 
 
 @pytest.mark.parametrize(

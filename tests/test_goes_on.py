@@ -37,11 +37,9 @@ from rlbuf_td import (
     EpisodeSampler,
     EpisodeStats,
     ExperienceQueue,
-    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
-    ProportionalSampler,
     ReplayBuffer,
     ReplayBufferMixture,
     ReservoirWriter,
@@ -218,10 +216,6 @@ def counted(seed: int) -> dict[str, Any]:
     } | flow
 
 
-def unchanged(batch: TensorDictBase) -> TensorDictBase:
-    return batch
-
-
 def positive_fn(batch: TensorDictBase) -> torch.Tensor:
     return 1 + reward_fn(batch)
 
@@ -239,15 +233,6 @@ FORMS = {
     ),
     "counted": Form(ids=True, options=counted, lacks=PARTS),
     "torch": Form(lanes=2, backend="torch"),
-}
-#: The ages of fresh rows are kept until the next call, and a write between a sampler's
-# load and that call moves them.
-FRESH: dict[str, Callable[[int], Any]] = {
-    # some are left when the way is taken
-    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 2),
-    "fresh by priority": lambda rows: NStepSampler(
-        FreshRowsSampler(ProportionalSampler(rows), 2), 2, 0.9
-    ),
 }
 MORE: dict[str, Callable[[int], Any]] = SAMPLERS | {
     "final goals": lambda rows: HindsightSampler(
@@ -268,10 +253,6 @@ TORCHRLS_RING = Form(options=lambda seed: {"writer": TensorDictRoundRobinWriter(
 OTHERS = {
     "reservoir": Form(options=lambda seed: {"writer": ReservoirWriter()}, lanes=0),
     "a device": Form(options=lambda seed: {"device": "cpu"}, ids=True, lanes=2),
-    "drawn ahead": Form(options=lambda seed: {"prefetch": 2, "transform": unchanged}),
-    "a device, drawn ahead": Form(
-        options=lambda seed: {"device": "cpu", "prefetch": 2}, lanes=2
-    ),
     "emptied": Form(emptied=True),
     "emptied, observations once": Form(
         emptied=True, lanes=2, storage=partial(PackedStorage, share_next=True)
@@ -290,11 +271,6 @@ def product() -> Iterator[tuple[str, Maker]]:
     for sampler, make in MORE.items():
         yield from (
             (f"{sampler}, {form}", kind.of(make)) for form, kind in FORMS.items()
-        )
-    for sampler, make in FRESH.items():
-        yield from (
-            (f"{sampler}, {form}", replace(kind.of(make, *PARTS), turn=9))
-            for form, kind in FORMS.items()
         )
     for form, kind in OTHERS.items():
         for sampler in ("uniform", "proportional", "rank"):
@@ -582,7 +558,6 @@ def ignored(name: str, way: str, used: bool) -> set[str]:
     # its dumps have their own order of keys, and no clock
     forms: tuple[str, ...] = ("layout",) if by_torchrl else ()
     # counted by a process, before the way too
-    forms += ("stale_updates",) if "drawn ahead" in name else ()
     return {
         *ALWAYS,
         *(CLOCK if used or by_torchrl else ()),
@@ -659,7 +634,7 @@ SENT = [
 SENT += [
     "proportional, lanes apart",
     "n-step, observations once",
-    "fresh by priority, ids",
+    "n-step, ids",
     "queue",
     "an epoch",
 ]

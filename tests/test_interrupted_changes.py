@@ -26,7 +26,6 @@ from tensordict import TensorDict
 
 from rlbuf_td import (
     EpisodeStats,
-    FreshRowsSampler,
     MinibatchSampler,
     NStepSampler,
     PackedStorage,
@@ -48,9 +47,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "proportional": lambda: ProportionalSampler(ROWS, 0.7, 0.5),
     "rank": lambda: RankSampler(ROWS, 0.7, 0.5),
     "minibatch": lambda: MinibatchSampler(3),
-    "fresh": lambda: NStepSampler(
-        FreshRowsSampler(ProportionalSampler(ROWS, 0.7, 0.5), 1), 2, 0.9
-    ),
+    "n-step": lambda: NStepSampler(ProportionalSampler(ROWS, 0.7, 0.5), 2, 0.9),
     "uniform": UniformSampler,
 }
 PRIORITIZED = "proportional", "rank"
@@ -311,7 +308,7 @@ def differences(found: dict[str, Any], state: dict[str, Any]) -> set[str]:
 CASES = [(name, kind) for name, change in CHANGES.items() for kind in change.samplers]
 #: Those that are interrupted by default: at every n-th line.
 QUICK = [
-    ("rb.empty", "fresh", 199),
+    ("rb.empty", "n-step", 199),
     ("rb.load_state_dict", "proportional", 149),
     ("storage.load_state_dict", "rank", 149),
     ("rb.set_sampler", "uniform", 97),

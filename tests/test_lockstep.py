@@ -38,7 +38,6 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 import rlbuf_td
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -121,7 +120,6 @@ HER, STEPS, BOTH = (
     Recipe(n_step=True, hindsight=True),
 )
 PAD = Recipe(sequence=True)
-OURS = [name for name in FORMS if "torchrl" not in name]
 QUEUES = ["plain", "share_next", "shared", "file"]
 KINDS: dict[str, Kind] = {
     "uniform": Kind(lambda rows: UniformSampler()),
@@ -146,19 +144,6 @@ KINDS: dict[str, Kind] = {
     "rank": Kind(
         lambda rows: RankSampler(rows, 0.7, 0.5),
         law=lambda model: m.by_rank(model, 0.7),
-    ),
-    "fresh": Kind(
-        lambda rows: FreshRowsSampler(proportional(rows), 2),
-        law=by_priority,
-        forms=OURS,
-    ),
-    "fresh of an epoch": Kind(
-        lambda rows: FreshRowsSampler(MinibatchSampler(), 2), forms=OURS
-    ),
-    "fresh by rank": Kind(
-        lambda rows: FreshRowsSampler(RankSampler(rows, 0.7, 0.5), 2),
-        law=lambda model: m.by_rank(model, 0.7),
-        forms=OURS,
     ),
     "hindsight": Kind(lambda rows: hindsight(UniformSampler()), HER),
     "n-step": Kind(
@@ -335,7 +320,7 @@ class Machine:
         self.saved: Any = None
         self.mixed: Any = None  # a buffer in a mixture with another world
         self.handles: dict[Any, Any] = {}  # of lanes, by buffer and lane
-        self.undrawn: set[int] = set()  # the numbers of fresh rows
+        self.undrawn: set[int] = set()  # the numbers of rows in no batch
         self.extend(1, 0)
 
     def build(self, steps: int | None = None) -> Any:
@@ -446,7 +431,7 @@ class Machine:
 
     @contextmanager
     def writing(self, count: int, lanes: Sequence[int]) -> Iterator[None]:
-        """Expect that a queue is full, and note which rows are fresh."""
+        """Expect that a queue is full, and note which rows no batch has had."""
         before = self.model.written
         if self.kind.writer is QueueWriter and len(self.waiting) + count > self.steps:
             self.world, kept = m.saved(self.world), self.world
@@ -489,13 +474,7 @@ class Machine:
         rows, law = model.rows(), kind.law(model)
         place = {row.number: at for at, row in enumerate(rows)}
         drawn = [place[row.number] for row in anchors]
-        if isinstance(self.rb.sampler, FreshRowsSampler):
-            fresh = self.fresh(min(2, len(anchors)))
-            assert [row.number for row in anchors[: len(fresh)]] == fresh, (
-                "fresh rows come first, the oldest before"
-            )
-            self.undrawn -= {*fresh}
-        elif kind.writer is QueueWriter:
+        if kind.writer is QueueWriter:
             assert [row.number for row in anchors] == [
                 row.number for row in self.waiting_first(len(anchors))
             ]
@@ -516,17 +495,6 @@ class Machine:
                 found, wanted[:, None].expand_as(found), rtol=1e-4, atol=0.0
             )
         return anchors
-
-    def fresh(self, count: int) -> list[int]:
-        """Return the oldest fresh rows, each time that of the lane with the most."""
-        waiting = [
-            [row.number for row in rows if row.number in self.undrawn]
-            for rows in self.model.rows_of
-        ]
-        found: list[int] = []
-        while len(found) < count and (longest := max(waiting, key=len)):
-            found.append(longest.pop(0))
-        return found
 
     def waiting_first(self, count: int) -> list[Row]:
         return sorted(self.waiting, key=lambda row: row.number)[:count]
@@ -647,12 +615,7 @@ class Machine:
         is_plain = self.is_ours and not {"share_next", "frames", "reopen"} & {
             *self.options
         }
-        if (
-            not len(self.model)
-            or not is_plain
-            or self.kind.writer is not None
-            or "fresh" in self.name
-        ):
+        if not len(self.model) or not is_plain or self.kind.writer is not None:
             return
         rows = self.model.rows()
         rows = [rows[at] for at in {a % len(rows), (a + b) % len(rows)}]
@@ -751,7 +714,6 @@ class Machine:
         self.rb.loads(self.folder / "resized")
         if steps != self.steps:
             self.model.resize(self.steps)
-            # all rows are fresh
             self.undrawn = {row.number for row in self.model.rows()}
         self.batches, self.saved = [], None
         self.end_episodes()

@@ -214,7 +214,7 @@ def test_no_module_imports_what_imports_it() -> None:
 # TorchRL's bases
 
 #: Names that only TorchRL's next release has, and two that notebooks call.
-CALLED_ELSEWHERE = {"_fork_safe", "_requires_shared_state", "_reset_worker_state"}
+CALLED_ELSEWHERE = {"_fork_safe", "_requires_shared_state"}
 CALLED_ELSEWHERE |= {"_repr_html_", "_repr_png_", "_share_memory_"}
 
 

@@ -23,7 +23,6 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td import (
     EpisodeSampler,
     EpisodeStats,
-    FreshRowsSampler,
     MinibatchSampler,
     NStepSampler,
     PackedStorage,
@@ -189,18 +188,6 @@ class Chunks(Follower):
             assert torch.cat(chunks).sort().values.tolist() == [*kept]
 
 
-class Fresh(Follower):
-    parts = staticmethod(lambda: {"sampler": FreshRowsSampler(UniformSampler(), 2)})
-
-    def use(self) -> None:
-        drawn(self.rb)  # all
-
-    def check(self, kept: tuple[int, ...]) -> None:
-        if kept:
-            fresh = [x for _ in range(len(kept) // 2) for x in self.rb.sample()["x"]]
-            assert [*map(int, fresh)] == [*kept]
-
-
 class Episodes(Follower):
     parts = staticmethod(lambda: {"sampler": EpisodeSampler(by="episode")})
 
@@ -280,7 +267,7 @@ class Index(Follower):
 
 
 FOLLOWERS = (
-    *(Prioritized, ByRank, NStep, Minibatch, Chunks, Fresh, Episodes, Ahead, Flow),
+    *(Prioritized, ByRank, NStep, Minibatch, Chunks, Episodes, Ahead, Flow),
     *(Theirs, OnlyTheirs, TheirEpochs, Index),
 )
 

@@ -20,7 +20,6 @@ from torchrl.envs.transforms import DTypeCastTransform, ExcludeTransform, Transf
 from rlbuf_td import (
     AECRecorder,
     EpisodeSampler,
-    FreshRowsSampler,
     GymnasiumRecorder,
     HindsightSampler,
     MinibatchSampler,
@@ -478,7 +477,6 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "hindsight": lambda inner: {"sampler": HindsightSampler(inner, reward_fn)},
     "sequence": lambda inner: {"sampler": SequenceSampler(inner, 2)},
     "strict": lambda inner: {"sampler": SequenceSampler(inner, 2, boundary="strict")},
-    "fresh": lambda inner: {"sampler": FreshRowsSampler(inner)},
     "collate_fn": lambda inner: {"sampler": inner, "collate_fn": lambda rows: rows},
     "sample_unit": lambda inner: {"sampler": inner, "sample_unit": Sequence(length=2)},
     "prefetch": lambda inner: {"sampler": inner, "prefetch": 2},
@@ -525,7 +523,6 @@ SETTINGS: list[tuple[Callable[..., Any], str, Any, Any]] = [
     ),
     (MinibatchSampler, "epochs", 1, 3),
     (MinibatchSampler, "shuffle", True, False),
-    (lambda fresh: FreshRowsSampler(UniformSampler(), fresh), "fresh", 1, 5),
     (lambda **how: hindsight(**how), "her_ratio", 1.0, 0.2),
     (lambda **how: hindsight(**GOALS, **how), "only_finished", False, True),
     (lambda **how: hindsight(**GOALS, **how), "future_gamma", 1.0, 0.1),
@@ -580,8 +577,6 @@ def test_a_setting_has_the_same_effect_from_the_start_and_after_a_draw(
             rb.update_priority(torch.arange(25), torch.arange(25.0))
         rb.sample(6)
         setattr(sampler, name, later)
-        if name == "fresh":  # let all rows be fresh again
-            sampler._empty()
         if isinstance(sampler, MinibatchSampler):
             sampler.restart()
         seen.append([*drawn_with(rb), getattr(sampler, "_remaining_batches", None)])

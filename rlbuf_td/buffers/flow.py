@@ -284,17 +284,12 @@ def make_flow(
     samples_per_insert: float | None,
     min_size: int,
     tolerance: float | None,
-    prefetch: int,
     batch_size: int | None = None,
 ) -> FlowControl | None:
     """Return a :class:`FlowControl`, or None if the arguments set no limit; refuse a
     batch size never admitted."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
-    if prefetch:
-        raise ValueError(
-            "flow control counts batches when they are sampled: use prefetch=0"
-        )
     flow = FlowControl(samples_per_insert, min_size, tolerance)
     if isinstance(batch_size, int):
         flow.refuse_endless(batch_size, batch_size, "a batch")

@@ -115,9 +115,9 @@ class ReplayBufferMixture:
         SchemaError: members hold different keys, dtypes or shapes.
 
     Cost: a draw and a gather per member, if the members have samplers of this package
-    (without wrappers, except :class:`FreshRowsSampler`), rows in host memory of equal
-    layout, and no transforms. Otherwise, each member makes a batch of its own, and
-    these batches are copied into one.
+    (without wrappers), rows in host memory of equal layout, and no transforms.
+    Otherwise, each member makes a batch of its own, and these batches are copied into
+    one.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with
     Offline Data, ICML 2023.
@@ -731,7 +731,7 @@ class MemberRows(NamedTuple):
 def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
     """Draw ``count`` rows from a member, and transform them."""
     # priorities must not change before the normalizer is known
-    with member._futures_lock, member._locked():
+    with member._locked():
         batch, report = member._drawn(count)
         normalizer = normalizer_of(member, report)
         stamps = member.storage.stamps(report["index"]) if batch.ndim == 1 else None

@@ -55,9 +55,6 @@ def normalizer_of(
     )
     probability = sampler.probability(drawn)
     likeliest = probability.argmax()
-    # all rows are fresh, and are never drawn otherwise
-    if not probability[likeliest] > 0.0:
-        return 1.0
     weight = (rows * probability[likeliest]) ** -sampler.beta
     # which may have underflowed
     return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))
@@ -254,9 +251,7 @@ class MixturePlan:
 
 def is_usual(member: ReplayBuffer) -> bool:
     """Whether a member has no option that changes its batches."""
-    return (
-        member._returns_as_drawn and member.prefetcher is None and member.include_info
-    )
+    return member._returns_as_drawn and member.include_info
 
 
 def plan_mixture(members: Mapping[str, ReplayBuffer], size: int) -> MixturePlan | None:

@@ -4,7 +4,7 @@ together."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -24,17 +24,28 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import Info, by_row, first_of_row, inner_dims
+from rlbuf_td.storages.indexing import (
+    Info,
+    by_row,
+    device_of,
+    first_of_row,
+    inner_dims,
+)
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
+from rlbuf_td.writers.rollout import RolloutWriter
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 
 class Parts(NamedTuple):
@@ -246,3 +257,49 @@ def with_missing(
         if schema.get(key, None) is None:
             schema.set(key, value)
     return schema
+
+
+def copied(
+    batch: TensorDictBase, report: Info, device: torch.device | None
+) -> tuple[TensorDictBase, Info]:
+    """Return a batch and its report on another device."""
+    return batch.to(device), {  # pyrefly: ignore [bad-return]
+        key: tuple(part.to(device) for part in value)
+        if isinstance(value, tuple)
+        else value.to(device)
+        for key, value in report.items()
+    }
+
+
+def refuse_copies(parts: Parts) -> None:
+    """Raise a TypeError if the storage and the sampler do not support copying batches
+    to a ``device``."""
+    if parts.is_general or device_of(parts.storage).type != "cpu":
+        raise TypeError(
+            "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
+            f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
+            f"(and no collate_fn, sample unit or tracked generations)"
+        )
+
+
+def refuse_ahead(buffer: ReplayBuffer, sampler: Sampler, writer: Writer) -> None:
+    """Raise a ValueError if the buffer draws batches ahead, and flow control, sampler
+    or writer decide late which rows a batch may have."""
+    prefetch = buffer._prefetch_cap
+    if not prefetch:
+        return
+    innermost = getattr(sampler, "innermost", sampler)
+    max_age = getattr(innermost, "max_age", None)
+    if buffer.flow is not None:
+        kept = "the ratio of flow control"
+    elif max_age is not None:
+        kept = f"max_age={max_age}"
+    elif isinstance(innermost, MinibatchSampler | QueueSampler):
+        kept = f"the order of a {type(innermost).__name__}"
+    elif isinstance(writer, RolloutWriter):
+        kept = f"the newest rollout of a {type(writer).__name__}"
+    else:
+        return
+    raise ValueError(
+        f"with prefetch={prefetch}, batches are drawn too early to keep {kept}: use prefetch=0"
+    )

@@ -182,7 +182,7 @@ class CompiledPlan(Plan):
         )
         #: Whether no wrapper changes rows or entries, and this package draws: no more
         # rows than wanted, known entries.
-        self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
+        self.is_plain = wrapper is None and _draws_itself(sampler)
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
@@ -190,9 +190,7 @@ class CompiledPlan(Plan):
         )
         #: Whether a batch is returned as soon as rows have been drawn to its memory,
         # and gathered.
-        self.is_direct = (
-            type(reading) is Reading and wrapper is None and self.is_complete
-        )
+        self.is_direct = wrapper is None and self.is_complete
         self.count, self.memories = count, {count: self._memory_of(reading, count)}
 
     def sample(self, size: int) -> Drawn:

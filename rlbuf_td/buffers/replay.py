@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -41,21 +42,17 @@ from rlbuf_td.buffers.loop_step import LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
+    copied,
     has_own,
+    refuse_ahead,
+    refuse_copies,
     refuse_writer,
     refuse_writer_of_reopened,
     trajectory_ids,
     with_missing,
 )
 from rlbuf_td.buffers.permission import NotAdmitted, Permission
-from rlbuf_td.buffers.plan import GeneralPlan, Plan, plan_of, why_not_compiled
-from rlbuf_td.buffers.prefetch import (
-    Prefetcher,
-    Sample,
-    copied,
-    refuse_copies,
-    refuse_max_age,
-)
+from rlbuf_td.buffers.plan import Drawn, GeneralPlan, Plan, plan_of, why_not_compiled
 from rlbuf_td.buffers.step_writer import StepWriter
 from rlbuf_td.buffers.waiting import Cancels
 from rlbuf_td.checkpoint.buffer import (
@@ -174,13 +171,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             ...), default ``True``.
         device: the device to which batches are copied from host memory; transforms run
             on this device. TD errors may be there, too.
-        prefetch: k, the number of batches that are drawn, copied and transformed ahead.
-            Copies and transforms that take more than 1 ms run in threads. What would
-            only be drawn, by a sampler of this package without transforms,
-            ``pin_memory`` and ``device``, is not drawn ahead. Equal seeds give equal
-            batches, except with random transforms in threads. :meth:`empty`, saving, a
-            load, or a change of storage, sampler or transform drops the batches drawn
-            ahead. A sampler with ``max_age`` is refused.
+        prefetch: k, the number of batches that TorchRL's threads draw, copy and
+            transform ahead, in any order. What would only be drawn, by a sampler of
+            this package without transforms, ``pin_memory`` and ``device``, is not drawn
+            ahead, and neither are batches of another size than ``batch_size``, or with
+            ``wait=True``. :meth:`empty`, saving, a load, a new transform, or a change
+            of storage or sampler drops the batches drawn ahead. In a forked process,
+            nothing is drawn ahead. Refused with flow control, ``max_age``, a
+            :class:`MinibatchSampler`, a :class:`QueueSampler`, and a
+            :class:`RolloutWriter`.
         samples_per_insert: target ratio of sampled rows to written rows. A write that
             would exceed ``tolerance`` waits, and warns after 5 seconds. If a batch
             would exceed it, :meth:`sample` raises a RuntimeError, or waits if
@@ -289,12 +288,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         #: A weak reference to a plan of writes (which holds the rows), statistics, and
         # how that plan counts in them.
         self._recorder: Any = None, None, None
-        ahead = kwargs.get("prefetch") or 0
         self.flow = make_flow(
-            samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size")
+            samples_per_insert, min_size, tolerance, kwargs.get("batch_size")
         )
         self.batch_device = None if device is None else usable_device(device)
-        self.prefetcher = Prefetcher(self, ahead) if ahead else None
+        # whether batches were drawn ahead from rows that are gone
+        self._is_outdated = False
         # which needs TorchRL's default
         consumes = kwargs.get("consume_after_n_samples") is not None
         defaults = {
@@ -682,7 +681,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Update ``parts``; with ``default_priorities``, rows without a priority get
         the priority of new rows."""
         self._refuse_second_priorities(self._storage, self._sampler)
-        refuse_max_age(self._sampler, self._prefetch_cap)
+        refuse_ahead(self, self._sampler, self._writer)
         self.plans, self._storage.write_plan = {}, None
         self._loop_steps = threading.local()
         transforms, has_units = (
@@ -980,7 +979,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             write = f"{type(self._writer).__name__} has no compiled write"
         return {"add, extend": write} | calls
 
-    def _draw(self, size: int, is_returned: bool = False) -> Sample:
+    def _draw(self, size: int, is_returned: bool = False) -> Drawn:
         """Draw a batch; return it, untransformed, and the sampler's report.
 
         ``is_returned``: whether :meth:`sample` returns this batch.
@@ -1022,7 +1021,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             self.plans[size] = plan
         return plan
 
-    def _drawn(self, size: int, permission: Permission | None = None) -> Sample:
+    def _drawn(self, size: int, permission: Permission | None = None) -> Drawn:
         """Draw a batch; return it and the report in the shape and with the index that
         TorchRL's samplers give them.
 
@@ -1044,19 +1043,27 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             else (batch, report)
         )
 
-    def _make_batch(self, batch_size: int, permission: Permission | None) -> Sample:
+    def _make_batch(self, batch_size: int, permission: Permission | None) -> Drawn:
         """Draw and finish a batch, or take one that was drawn ahead."""
-        if self.prefetcher is not None and batch_size == self._batch_size:
-            with self._futures_lock:
-                if not self._returns_as_drawn:
-                    return self.prefetcher.take(batch_size, permission)
-        return self._finish(*self._drawn(batch_size, permission))
+        is_other = permission is not None or batch_size != self._batch_size
+        if not self._prefetch or is_other or self._returns_as_drawn:
+            return self._finish(*self._drawn(batch_size, permission))
+        with self._futures_lock:
+            if self._is_outdated:
+                self._is_outdated = False
+                self._clear_prefetch_queue_locked()
+            return super(TensorDictReplayBuffer, self).sample(batch_size)
 
-    def _finish(self, batch: Any, info: Info) -> Sample:
+    def _sample(self, batch_size: int) -> Any:
+        """Draw and finish a batch; TorchRL's ``sample`` and its threads call this
+        method, and return the first of the pair."""
+        return self._finish(*self._drawn(batch_size)), None
+
+    def _finish(self, batch: Any, info: Info) -> Drawn:
         """Copy a batch to ``device``, transform it, and pin its memory if the buffer
         was made with ``pin_memory``."""
         if self._copies_batches:
-            batch, info = copied((batch, info), self.batch_device)
+            batch, info = copied(batch, info, self.batch_device)
         batch = self._transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
@@ -1830,6 +1837,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     def _rows_replaced(self, *, are_loaded: bool) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""
+        # a lock of the batches drawn ahead must not be taken within that of the rows
+        self._is_outdated = True
         rows = row_count(self._storage)
         if self.flow is not None:
             self.flow.restart(rows)
@@ -1972,6 +1981,19 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
+
+        Example: batches that always hold the newest row (combined experience replay)
+
+            >>> from rlbuf_td import PackedStorage, ReplayBuffer
+            >>> from tensordict import TensorDict
+            >>> rb = ReplayBuffer(storage=PackedStorage(9), batch_size=7, include_info=False)
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(20)}, [20]))
+            >>> batch = torch.cat((rb.last(1), rb.sample()))
+            >>> batch.shape, batch["x"][0]
+            (torch.Size([8]), tensor(19))
+
+        With ``include_info=True``, leave out what only ``sample`` adds:
+        ``rb.sample().exclude("index")``.
         """
         return self._newest(n, flat=flat)
 
@@ -2157,20 +2179,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         have another capacity, but not in a :class:`RolloutBuffer`, and not with a
         :class:`ReservoirWriter` (``rows_only`` loads these rows). The rows are then
         read into RAM and written to this buffer in order of age, with their priorities;
-        epochs begin anew, and all rows are fresh. If the saved rows exceed the
-        capacity, the oldest are dropped, with a warning. A load ends unfinished
+        epochs begin anew. If the saved rows exceed the capacity, the oldest are
+        dropped, with a warning. A load ends unfinished
         trajectories that have ids (``("collector", "traj_ids")``), because new
-        collectors may use the same ids again. Batches that were drawn ahead are drawn
-        anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips them in
-        this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the
-        saved counts if its settings are the same; otherwise the rows count as written,
+        collectors may use the same ids again. Batches that were drawn ahead are
+        dropped; TorchRL's ``SamplerWithoutReplacement`` skips them in this epoch. Flow
+        control goes on from the saved counts if its settings are the same; otherwise the rows count as written,
         and as sampled as often as ``samples_per_insert`` asks.
 
         Other buffers over the same storage treat the loaded rows as new ones: all get
-        the priority of new rows before any TD error, epochs begin anew, all rows are
-        fresh, and flow control counts them as written. Ctrl-C while files are read
-        leaves the buffer unchanged; while the state is replaced, it takes effect after
-        the load.
+        the priority of new rows before any TD error, epochs begin anew, and flow
+        control counts them as written. Ctrl-C while files are read leaves the buffer
+        unchanged; while the state is replaced, it takes effect after the load.
 
         Args:
             path: the folder of the dump.
@@ -2301,6 +2321,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """
         if self.flow is not None:
             self.flow.shutdown()
+        with self._futures_lock:
+            self._clear_prefetch_queue_locked()
         super().shutdown(timeout)
         self.plans = {}
         if self.parts is not None and self.parts.prioritized is not None:
@@ -2317,9 +2339,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         should not close it.
         """
         self.shutdown()
-        if self.prefetcher is not None:
-            with self._futures_lock:
-                self.prefetcher.drop()  # it refers to the rows
         parts = self.parts or self._initialize()
         listeners = torchrl_parts.listeners_of(parts.storage)
         if self in listeners:
@@ -2425,6 +2444,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_writer(writer, self.storage)
+        refuse_ahead(self, self.sampler, writer)
         with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)
@@ -2455,17 +2475,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     # -- batches drawn ahead
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the sampler has run out of rows (at the end of its
-        epochs, for example)."""
-        ahead = self.prefetcher
-        if ahead is None or self._batch_size is None:
-            yield from super().__iter__()
-            return
-        if self._sampler.ran_out and not ahead.has_batches:
-            self._sampler.ran_out = False  # pyrefly: ignore [read-only]
-        while not self._sampler.ran_out or ahead.has_batches:
-            yield self.sample()
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Add a transform after the others, see TorchRL's ``ReplayBuffer``."""
+        with self._fully_locked():
+            return super().append_transform(transform, invert=invert)
+
+    def insert_transform(
+        self, index: int, transform: Any, *, invert: bool = False
+    ) -> Self:
+        """Add a transform at a position, see TorchRL's ``ReplayBuffer``."""
+        with self._fully_locked():
+            return super().insert_transform(index, transform, invert=invert)
 
     @contextmanager
     def _capture_prefetch_state(
@@ -2473,15 +2493,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     ) -> Iterator[dict[str, Any]]:
         """Drop the batches drawn ahead, and suspend sampling in a ``with`` block."""
         with self._futures_lock:
-            if self.prefetcher is not None:
-                self.prefetcher.take_back()
+            self._clear_prefetch_queue_locked()
             with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
                 yield state
 
-    def _clear_prefetch_queue_locked(self) -> None:
-        super()._clear_prefetch_queue_locked()
-        if self.prefetcher is not None:
-            self.prefetcher.drop()
+    def _begin_child(self) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
+        self._prefetch, self._prefetch_queue = False, deque()
+        self._futures_lock = threading.RLock()
 
     # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the
     # buffer
@@ -2489,10 +2508,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     @property
     def _requires_shared_state(self) -> bool:
         return self.flow is not None and not self.shared
-
-    def _reset_worker_state(self) -> None:
-        super()._reset_worker_state()  # pyrefly: ignore [missing-attribute]  # of TorchRL's next release
-        self.prefetcher = None
 
     # -- pickling
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
-from rlbuf_td.buffers.prefetch import Sample
+from rlbuf_td.buffers.plan import Drawn
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import refuse_other_data
 from rlbuf_td.functional import explained_variance
@@ -98,8 +98,8 @@ class RolloutBuffer(ReplayBuffer):
             ``shuffle``, ``drop_last`` and ``sequence_length``.
         writer: used instead of a :class:`RolloutWriter` made from the arguments
             ``gamma`` to ``group``, and ``partial``.
-        **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``,
-            ``prefetch``, ...
+        **kwargs: keywords of :class:`ReplayBuffer`, except ``prefetch``:
+            ``transform``, ``generator``, ...
 
     Raises:
         ValueError: an argument is out of range, or configures a component that is also
@@ -315,9 +315,7 @@ class RolloutBuffer(ReplayBuffer):
         # before the first draw; not after a load at the end of the last epoch
         has_rows = sampler.begin_pass()
         try:
-            if has_rows or (
-                self.prefetcher is not None and self.prefetcher.has_batches
-            ):
+            if has_rows:
                 yield from super().__iter__()
         finally:
             sampler.end_pass()
@@ -328,7 +326,7 @@ class RolloutBuffer(ReplayBuffer):
         ``normalize_advantage="minibatch"``."""
         return self.normalize_advantage != "minibatch" and super()._returns_as_drawn
 
-    def _finish(self, batch: object, info: Info) -> Sample:
+    def _finish(self, batch: object, info: Info) -> Drawn:
         batch, info = super()._finish(batch, info)
         if self.normalize_advantage == "minibatch":
             key, estimator = self._writer.advantage_key, self._writer.estimator

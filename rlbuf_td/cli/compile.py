@@ -164,7 +164,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "young rows": lambda: rl.UniformSampler(max_age=20),
     "minibatches": lambda: rl.MinibatchSampler(2),
     "recency": lambda: rl.RecencySampler(half_life=20.0, window=50),
-    "fresh rows": lambda: rl.FreshRowsSampler(proportional()),
     "episodes": lambda: rl.EpisodeSampler(finished_only=False),
 }
 USES: dict[str, Callable[[], object]] = {

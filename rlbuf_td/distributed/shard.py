@@ -21,7 +21,6 @@ from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.checkpoint.buffer import innermost_state
 from rlbuf_td.samplers import (
     EpisodeSampler,
-    FreshRowsSampler,
     ProportionalSampler,
     SequenceSampler,
     UniformSampler,
@@ -103,10 +102,8 @@ def checked_sampler(buffer: object) -> Any:
         raise TypeError(
             f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}"
         )
-    nested, parts = [buffer.sampler], buffer._initialize()
-    while isinstance(nested[-1], SamplerWrapper):
-        nested.append(nested[-1].sampler)
-    sampler, inner = nested[0], nested[-1]
+    sampler, parts = buffer.sampler, buffer._initialize()
+    inner = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
     for is_there, what, remedy in (
         (
             type(inner) not in (UniformSampler, ProportionalSampler),
@@ -119,11 +116,6 @@ def checked_sampler(buffer: object) -> Any:
             "rows of any age, or one buffer",
         ),
         (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
-        (
-            any(isinstance(each, FreshRowsSampler) for each in nested),
-            "FreshRowsSampler",
-            "the wrapped sampler, without fresh rows",
-        ),
         (
             getattr(inner, "unique", False),
             "UniformSampler(unique=True)",
@@ -141,7 +133,7 @@ def checked_sampler(buffer: object) -> Any:
         ),
         (len(parts.transforms), "a transform", "transforms in the learner"),
         (
-            buffer.prefetcher or buffer.batch_device,
+            buffer._prefetch or buffer.batch_device,
             "prefetch or device",
             "those of the shards and the learner",
         ),

@@ -248,7 +248,7 @@ class ShardedReplayBuffer(Client):
             whole(0)("prefetch", prefetch),
         )
         spec = Spec.of(make_buffer())
-        flow = make_flow(samples_per_insert, min_size, tolerance, prefetch=0)
+        flow = make_flow(samples_per_insert, min_size, tolerance)
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         self.dump_dir, self._next_home = (

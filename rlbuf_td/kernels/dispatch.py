@@ -77,14 +77,6 @@ def uses_numba(device: torch.device) -> bool:
     return device.type == "cpu" if _forced is None else _forced == "numba"
 
 
-def refuse_without_compiler(what: str) -> None:
-    """Raise an error if nothing can be compiled: ``what`` has no form in torch."""
-    if OFF:
-        raise RuntimeError(
-            f"{what} compiled loops, and {OFF}: install numba, and unset NUMBA_DISABLE_JIT"
-        )
-
-
 def untraced(
     reason: str,
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:

@@ -24,9 +24,7 @@ FIRST = 2.0**48
 # importance weight is 1, or neither.
 BY_BUFFER, BY_BATCH, BY_NONE = range(3)
 NORMS = {"buffer": BY_BUFFER, "batch": BY_BATCH, None: BY_NONE}
-#: Lower bound of the ratio of two rows' probabilities, and upper bound of the ratio of
-# their importance weights.
-LEAST_RATIO, MOST_RATIO = 2.0**-126, 2.0**126
+LEAST_RATIO = 2.0**-126  # lower bound of the ratio of two importance weights
 _GOLDEN = 0.6180339887498949
 
 

@@ -15,15 +15,13 @@ determines the batches.
 ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
 **Wrappers** change the batch of another sampler. :class:`HindsightSampler` and
-:class:`NStepSampler` replace or add entries, :class:`SequenceSampler` expands each
-drawn row to a window of rows, :class:`EpisodeSampler` to its whole episode, and
-:class:`FreshRowsSampler` replaces some drawn rows by newly written rows. The innermost
-sampler draws rows; then each wrapper, from the inside out, changes the batch. To read
-the code, begin with ``wrapper.py`` and ``n_step.py``.
+:class:`NStepSampler` replace or add entries; :class:`SequenceSampler` expands each
+drawn row to a window of rows, and :class:`EpisodeSampler` to its whole episode. The
+innermost sampler draws rows; then each wrapper, from the inside out, changes the batch.
+To read the code, begin with ``wrapper.py`` and ``n_step.py``.
 """
 
 from rlbuf_td.samplers.episode import EpisodeSampler
-from rlbuf_td.samplers.fresh import FreshRowsSampler
 from rlbuf_td.samplers.goal_env import gymnasium_reward_fn, gymnasium_terminated_fn
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.minibatch import MinibatchSampler
@@ -41,7 +39,6 @@ EpisodeSampler.default = UniformSampler
 
 __all__ = [
     "EpisodeSampler",
-    "FreshRowsSampler",
     "HindsightSampler",
     "MinibatchSampler",
     "NStepSampler",

@@ -193,11 +193,6 @@ class OneStorage:
 
     _storage: Callable[[], Storage | None] = staticmethod(lambda: None)
 
-    @property
-    def storage(self) -> Storage | None:
-        """The storage; None if there is none, or it does not exist any more."""
-        return self._storage()
-
     def release(self) -> None:
         self.__dict__.clear()
 

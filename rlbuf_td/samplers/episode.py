@@ -177,9 +177,7 @@ class EpisodeSampler(SamplerWrapper):
             self.report_keys |= {"reward_to_go"}
 
     def _refuse_other_laws(self) -> None:
-        found: Any = next(
-            (each for each in self._wrappers() if each.adds_fresh_rows), self.innermost
-        )
+        found = self.innermost
         is_uniform = getattr(type(found), "draw", None) is self.default.draw
         options = (
             {"unique": found.unique, "max_age": found.max_age is not None}

@@ -261,7 +261,7 @@ class HindsightSampler(SamplerWrapper):
     def reading(
         self, storage: PackedStorage, size: int, is_stamped: bool
     ) -> Reading | str:
-        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        """See ``reading_of`` in ``wrapper.py``."""
         self._goal_keys(storage)
         if self.looks_up_with_torch(storage):
             return NO_LOOPS

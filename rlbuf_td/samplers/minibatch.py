@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.checks import State, state_of, whole
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.lock import defer_sigint
-
-_PROGRESS = "_begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_batches"
 
 
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
@@ -64,7 +61,6 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     # all rows in the order of this epoch; None: not drawn yet
     _order: Tensor | None = None
     _position = 0
-    _begun: object = None  # another object since each restart
     # of the rows of this epoch, see :attr:`Ring.publication`; None: of the next draw
     _publication: int | None = None
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
@@ -88,32 +84,15 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         attrgetter("_position"), doc="How many rows of this epoch have been drawn."
     )
 
-    @property
-    def begun(self) -> object:
-        """An object that is another one since each restart, also if the next draw
-        restarts because others have written."""
-        return object() if self._is_outdated(self._serves.storage) else self._begun
-
     def _is_outdated(self, storage: Storage | None) -> bool:
         """Return whether rows were written since the epochs began; only the rows of a
         :class:`PackedStorage` tell."""
         known = self._publication
         return known is not None and known != _publication_of(storage)
 
-    @property
-    def progress(self) -> tuple[Any, ...]:
-        """How far the epochs are; setting an earlier progress of the same epochs draws
-        the rows since then again."""
-        return tuple(getattr(self, name) for name in _PROGRESS)
-
-    @progress.setter
-    def progress(self, progress: tuple[object, ...]) -> None:
-        if progress[0] is self._begun:
-            self.__dict__.update(zip(_PROGRESS, progress, strict=True))
-
     def restart(self) -> None:
         """Restart with the first epoch, in a new random order if ``shuffle`` is set."""
-        self._begun, self._publication = object(), None
+        self._publication = None
         if self._position:
             self._order, self._position = None, 0
         self._epoch = 0

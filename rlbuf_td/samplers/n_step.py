@@ -239,7 +239,7 @@ class NStepSampler(SamplerWrapper):
     def reading(
         self, storage: PackedStorage, size: int, is_stamped: bool
     ) -> Reading | str:
-        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        """See ``reading_of`` in ``wrapper.py``."""
         reward = self._reward_of(storage)
         if self.looks_up_with_torch(storage):
             return NO_LOOPS

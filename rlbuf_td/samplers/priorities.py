@@ -23,7 +23,6 @@ from rlbuf_td.kernels.dispatch import (
     uses_numba,
 )
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
-from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
@@ -88,20 +87,6 @@ class PriorityRule(ABC):
     def least_probability(self) -> float | Tensor:
         """Return the smallest positive probability of all rows, float64; infinite if no
         row can be drawn."""
-
-    def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Store the importance weights of the rows in ``flat`` in
-        ``weight[:len(flat)]``.
-
-        Before the call, ``weight[0]`` must be the importance weight of the one row in
-        ``drawn`` (shape ``[1]``).
-        """
-        probability = self.probability(torch.cat((flat, drawn)))
-        ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
-        ratio = torch.where(probability[:-1] > 0.0, ratio, 1.0)
-        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(
-            max=MOST_RATIO
-        ).to(weight.dtype)
 
     def floored(self, td_error: Tensor) -> Tensor:
         """Raise the magnitudes of TD errors to :attr:`min_priority`."""

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -143,10 +144,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         """Give rows that come from several draws the weights, ``[B]``, that one draw of
         these rows would give them."""
         if self.weight_norm == "batch":
-            likeliest = self.rule.probability(flat).argmax()
-            weight.fill_(1.0)
-            self.rule.weigh_beside_(flat, flat[likeliest, None], weight)
-            weight.div_(weight.max())
+            probability = self.rule.probability(flat).clamp(min=LEAST_RATIO)
+            weight.copy_((probability / probability.min()).pow(-self.beta))
 
     def update_priority(
         self, index: object, priority: object, *, storage: Storage | None = None

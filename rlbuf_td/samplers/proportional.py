@@ -85,12 +85,6 @@ class ProportionalRule(PriorityRule):
         total = float(self.table.total)
         return float(self.table.smallest) / total if total else float("inf")
 
-    def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        if not sum_tree.weigh_beside_(
-            self.table, flat, drawn, self.settings.values[BETA], weight
-        ):
-            super().weigh_beside_(flat, drawn, weight)
-
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         return sum_tree.update_(
             self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps

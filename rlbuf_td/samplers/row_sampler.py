@@ -27,7 +27,7 @@ class RowSampler(StatefulSampler):
     TorchRL's buffers call, saves the state, and converts rows to coordinates for
     storages with lanes. A subclass works in this package's buffers and in TorchRL's,
     over any storage of tensors, and within the wrappers :class:`NStepSampler`,
-    :class:`HindsightSampler`, :class:`SequenceSampler` and :class:`FreshRowsSampler`. A
+    :class:`HindsightSampler` and :class:`SequenceSampler`. A
     subclass of any sampler of this package is as fast as its parent where it changes
     nothing. For TD errors, subclass :class:`ProportionalSampler` or
     :class:`RankSampler`.

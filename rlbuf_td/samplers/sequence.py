@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import (
     backend_of,
-    compiled_form,
     compiled_form_of,
     loop,
     record_of,
@@ -247,8 +246,6 @@ class SequenceSampler(SamplerWrapper):
             stride,
         )
         self._refuse_stride()
-        for wrapper in self._wrappers():
-            wrapper.give_windows_to(self)
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.episode_keys.done_key[:-1]
         ends = (
@@ -269,17 +266,10 @@ class SequenceSampler(SamplerWrapper):
         if self.boundary != "pad":
             reason = f'boundary="{self.boundary}" would move or replace windows'
             raise ValueError(f'stride needs boundary="pad": {reason}')
-        inner: Any = self.sampler
-        while (
-            isinstance(inner, SamplerWrapper)
-            and type(inner).draw_rows is SamplerWrapper.draw_rows
-        ):
-            inner = inner.sampler
-        if not hasattr(type(inner), "draw_numbers"):
+        kind = type(self.innermost)
+        if not hasattr(kind, "draw_numbers"):
             needs = "stride needs a sampler that draws each window once per epoch"
-            raise TypeError(
-                f"{needs}: use a MinibatchSampler, got {type(inner).__name__}"
-            )
+            raise TypeError(f"{needs}: use a MinibatchSampler, got {kind.__name__}")
 
     window = property(
         lambda self: self.burn_in + self.length, doc="The number of rows in a window."
@@ -311,19 +301,14 @@ class SequenceSampler(SamplerWrapper):
 
     def fill(self) -> Callable[..., None] | None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        fill, others = super().fill(), compiled_form(self.innermost, "draw_into")
-        if self.stride is not None or fill is None or others is None:
+        fill = super().fill()
+        if self.stride is not None or fill is None:
             return None
-        return (
-            partial(self._fill_fitting, fill, others)
-            if self.boundary == "strict"
-            else fill
-        )
+        return partial(self._fill_fitting, fill) if self.boundary == "strict" else fill
 
     def _fill_fitting(
         self,
         fill: Callable[..., None],
-        others: Callable[..., None],
         storage: PackedStorage,
         live: tuple[int, bool],
         flat: Tensor,
@@ -365,7 +350,7 @@ class SequenceSampler(SamplerWrapper):
                 refuse_unwritten(flat, storage)
             if not short:
                 return self._weigh_again_(flat, report) if rounds else None
-            others(storage, live, other, other_report, scratch)
+            fill(storage, live, other, other_report, scratch)
             order = permutation(len(flat), self._rng, flat.device)
             order_at = order.data_ptr()
         self._refuse_trajectories()
@@ -562,7 +547,7 @@ class SequenceSampler(SamplerWrapper):
     def reading(
         self, storage: PackedStorage, size: int, is_stamped: bool
     ) -> Reading | str:
-        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        """See ``reading_of`` in ``wrapper.py``."""
         layout, init_key = (
             storage.all_rows().layout,
             cast("tuple[str, ...]", self.flag_keys[0]),

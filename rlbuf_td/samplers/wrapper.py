@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
+from rlbuf_td.kernels.dispatch import compiled_form
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
     Setting,
@@ -83,8 +83,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     sampler: Sampler
     # the sampler that draws the rows: one of ours, of TorchRL's or of a user's
     innermost: Any
-    # whether newly written rows replace some of the drawn rows
-    adds_fresh_rows: bool = False
     # whether batches have a dim for the steps of each window
     gives_windows: bool = False
     time_dim_name: str | None = None  # the name of this dim
@@ -105,7 +103,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         # isinstance is slow for ABCs
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None
         if self._inner is not None and self._inner._level >= self._level:
-            order = "use SequenceSampler(NStepSampler(HindsightSampler(FreshRowsSampler(...))))"
+            order = "use SequenceSampler(NStepSampler(HindsightSampler(...)))"
             raise TypeError(
                 f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}"
             )
@@ -117,12 +115,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         self.episode_keys = EpisodeKeys.of(done_key, traj_key)
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys |= reported_by(sampler)
-
-    def _wrappers(self) -> Iterator[SamplerWrapper]:
-        """Yield this wrapper and the wrappers inside it, from the outside in."""
-        yield self
-        if self._inner is not None:
-            yield from self._inner._wrappers()
 
     def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         """Return a :data:`Read` function for the drawn rows, ``[B]``."""
@@ -151,9 +143,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, Info]:
         """Draw the rows that this wrapper revises: return flat rows, ``[B]``, and the
         sampler's info dict."""
-        if self._inner is not None:
-            return self._inner.draw_rows(storage, batch_size)
-        return draw_from(self.sampler, storage, batch_size)
+        return draw_from(self.innermost, storage, batch_size)
 
     def drawn_rows_of(self, batch_size: int) -> int:
         """Return how many rows :meth:`draw_rows` returns for a batch, if it finds as
@@ -163,26 +153,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def fill(self) -> Callable[..., None] | None:
         """Return the form of :meth:`draw_rows` that writes to given memory, see
         :class:`CompiledPlan`, or None."""
-        return (
-            compiled_form(self.sampler, "draw_into")
-            if self._inner is None
-            else self._inner.fill()
-        )
-
-    @compiled_form_of("_reader", "draw_batch", "batch_of")
-    def reading(
-        self, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> Reading | str:
-        """Return the compiled form of the work of this wrapper and those inside it; or
-        why there is none, in one line.
-
-        Args:
-            storage: the storage, whose rows have been allocated.
-            size: the number of rows to read for the wrapper around this one, or of
-                drawn rows.
-            is_stamped: whether batches have the serials of their rows.
-        """
-        return reading_of(self.sampler, storage, size, is_stamped)
+        return compiled_form(self.innermost, "draw_into")
 
     def looks_up_with_torch(self, storage: PackedStorage) -> bool:
         """Whether no compiled code looks up episodes; raises the errors of a
@@ -265,10 +236,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         found = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
         return found.pop("index"), found
 
-    def give_windows_to(self, wrapper: SamplerWrapper) -> None:
-        """Hand out whole windows of ``wrapper``, a SequenceSampler around this one, if
-        this wrapper is set to."""
-
     def rows_per_window(self, info: Info) -> int:
         """Return L, the number of rows per window of a flat batch with this info dict;
         see :attr:`gives_windows`."""
@@ -325,8 +292,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     extend = _of_inner("extend")
     mark_update = _of_inner("mark_update")
     _empty = _of_inner("_empty")
-    begun = _of_inner("begun")
-    progress = _of_inner("progress")
     # pyrefly: ignore [bad-override]
     reduction = property(
         lambda self: getattr(self.sampler, "reduction", "max"),
@@ -396,8 +361,19 @@ def environments_alternate(storage: PackedStorage) -> bool:
 def reading_of(
     sampler: Sampler, storage: PackedStorage, size: int, is_stamped: bool
 ) -> Reading | str:
-    """Return the compiled reading of what a sampler draws, see
-    :meth:`SamplerWrapper.reading`, or why there is none."""
+    """Return the compiled reading of what a sampler draws, or why there is none, in one
+    line.
+
+    Wrappers with a compiled form of their work, and of those inside them, have a method
+    ``reading`` with the same arguments, except ``sampler``.
+
+    Args:
+        sampler: the sampler, or a wrapper.
+        storage: the storage, whose rows have been allocated.
+        size: the number of rows to read for the wrapper around this one, or of drawn
+            rows.
+        is_stamped: whether batches have the serials of their rows.
+    """
     if not isinstance(sampler, SamplerWrapper):
         return Reading(storage, size, is_stamped)
     make = compiled_form(sampler, "reading")

@@ -93,6 +93,10 @@ class Listener:
         """Add the entries that will be written to the reserved rows, which are about to
         be shared."""
 
+    def _begin_child(self) -> None:
+        """In a process that was just forked, do without the threads of the other
+        one."""
+
     def _rows_shared(self) -> None:
         """Share what follows from the rows, too, unless it is shared already."""
 

@@ -22,10 +22,10 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 
 from rlbuf_td.kernels.dispatch import (
+    OFF,
     backend_of,
     compiled_form_of,
     import_kernels,
-    refuse_without_compiler,
     untraced,
 )
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
@@ -278,8 +278,10 @@ class PackedStorage(LazyTensorStorage):
         consolidated: bool = False,
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
-        if self.dedup_options:
-            refuse_without_compiler("share_next and frames need")
+        if self.dedup_options and OFF:
+            raise RuntimeError(
+                f"share_next and frames need compiled loops, and {OFF}: install numba, and unset NUMBA_DISABLE_JIT"
+            )
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
         if lanes is not None and ndim != 2:
             raise ValueError(
@@ -1565,8 +1567,8 @@ class PackedStorage(LazyTensorStorage):
         or those of a state (``are_loaded``).
 
         Whatever removes all rows calls this method, at its end. Buffers then treat the
-        rows as new ones: they get the default priority, epochs begin anew, and all rows
-        are fresh. ``but`` is a buffer that loads the state of its parts itself.
+        rows as new ones: they get the default priority, and epochs begin anew. ``but``
+        is a buffer that loads the state of its parts itself.
         """
         cells = written_rows(self)
         for each in listeners_of(self):

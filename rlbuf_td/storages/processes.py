@@ -29,6 +29,7 @@ from rlbuf_td.storages.memory import HeadFile, NamelessFile, SharedFile
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -206,12 +207,14 @@ def _release() -> None:
 
 
 def _begin_child() -> None:
-    """Release the locks; a plan of writes does not look for a fork, so that the first
-    write makes another one."""
+    """Release the locks, and do without the threads of the other process; a plan of
+    writes does not look for a fork, so that the first write makes another one."""
     _release()
     for storage in list(_storages):
         if not storage.shared:
             storage.write_plan = None
+        for listener in listeners_of(storage).own():
+            listener._begin_child()
 
 
 if hasattr(os, "register_at_fork"):

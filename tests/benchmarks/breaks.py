@@ -217,13 +217,6 @@ BREAKS = [
         "tests/samplers/test_episode.py",
     ),
     Break(
-        "fresh rows are forgotten by a save",
-        "samplers/fresh.py",
-        '"undrawn": torch.from_numpy(self.queue.waiting().copy())',
-        '"undrawn": torch.from_numpy(np.zeros_like(self.queue.waiting()))',
-        "tests/test_goes_on.py -k fresh",
-    ),
-    Break(
         "minibatches share a row",
         "samplers/minibatch.py",
         "following, position, epoch = order, stop, self._epoch",

@@ -24,7 +24,6 @@ from tensordict import TensorDict
 
 from rlbuf_td import (
     EpisodeStats,
-    FreshRowsSampler,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
@@ -91,12 +90,6 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
     "subclass of a sampler": partial(made, sampler=OwnSampler),
     "subclass of a storage": partial(made, storage=OwnStorage),
     "n-step": partial(made, sampler=n_step),
-    "n-step of fresh rows": partial(
-        made,
-        sampler=lambda rows: NStepSampler(
-            FreshRowsSampler(ProportionalSampler(rows)), STEPS, GAMMA
-        ),
-    ),
     "n-step, share_next": partial(
         made, sampler=n_step, storage=partial(PackedStorage, share_next=True)
     ),
@@ -111,9 +104,6 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
     ),
     "sequences of n-step": partial(
         made, sampler=lambda rows: SequenceSampler(n_step(rows), LENGTH)
-    ),
-    "fresh rows": partial(
-        made, sampler=lambda rows: FreshRowsSampler(ProportionalSampler(rows))
     ),
     "share_next": partial(made, storage=partial(PackedStorage, share_next=True)),
     "scratch_dir": partial(made, storage=in_file),

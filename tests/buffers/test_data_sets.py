@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from rlbuf_td import (
-    FreshRowsSampler,
     MinibatchSampler,
     NStepSampler,
     PackedStorage,
@@ -161,7 +160,6 @@ def test_which_samplers_have_a_state() -> None:
     stateful = [
         ProportionalSampler(9),
         MinibatchSampler(),
-        FreshRowsSampler(UniformSampler()),
     ]
     stateful.append(SequenceSampler(NStepSampler(ProportionalSampler(9), 2, 0.9), 4))
     assert not any(sampler.requires_shared_state for sampler in stateless)

@@ -142,9 +142,7 @@ USES |= {
         pickle.dumps(played("windows, lanes", folder))
     )
 }
-USES |= {
-    "copied": lambda folder: copy.deepcopy(played("fresh by priority, ids", folder))
-}
+USES |= {"copied": lambda folder: copy.deepcopy(played("n-step, ids", folder))}
 USES |= {
     each.__name__: each
     for each in (prefetching, looked_at, with_lanes, recorded, of_torchrl, in_pairs)

@@ -1,10 +1,10 @@
-"""Batches that are drawn ahead and copied to a device are those of a plain buffer,
-whatever torch's defaults are."""
+"""Batches that are copied to a device are those of a plain buffer, whatever torch's
+defaults are; and batches that threads draw ahead."""
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
@@ -14,26 +14,28 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
+from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, Transform
 
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
+    QueueSampler,
+    QueueWriter,
     RankSampler,
     ReplayBuffer,
     RolloutBuffer,
+    RolloutWriter,
     UniformSampler,
 )
-from rlbuf_td.buffers import prefetch
 from tests import catalogue
 from tests.catalogue import assert_same, reward_fn
 from tests.storages.test_sharing import elsewhere
 
 STEPS, SIZE = 40, 12
+QUEUE = QueueWriter()
 
 SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     "final": lambda rows: HindsightSampler(
@@ -99,19 +101,6 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-class Reference:
-    """A buffer without ``device``: draws batches ahead in plain Python."""
-
-    def __init__(self, rb: ReplayBuffer, ahead: int) -> None:
-        self.rb, self.ahead = rb, ahead
-        self.drawn: deque[Any] = deque()
-
-    def sample(self) -> Any:
-        while len(self.drawn) <= self.ahead:
-            self.drawn.append(self.rb.sample())
-        return self.drawn.popleft()
-
-
 def learn(batch: Any) -> None:
     batch["td_error"] = (batch["next", "reward"] % 7 - 3).clone()
 
@@ -133,21 +122,14 @@ def priorities(rb: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "ndim", "ahead"),
-    [(name, 1 + at % 2, at % 3) for at, name in enumerate(NAMES)]
-    + [
-        ("proportional", 1, 0),
-        ("proportional", 2, 1),
-        ("windows", 1, 2),
-        ("minibatch", 1, 2),
-    ],
+    ("name", "ndim"),
+    [(name, 1 + at % 2) for at, name in enumerate(NAMES)]
+    + [("proportional", 1), ("proportional", 2), ("windows", 1), ("minibatch", 1)],
 )
-def test_batches_and_priorities_equal_those_without_device(device, name, ndim, ahead):
-    rb = buffer(SAMPLERS[name](200), ndim, device=device, prefetch=ahead)
-    plain = Reference(
-        buffer(SAMPLERS[name](200), ndim), ahead if name != "minibatch" else 0
-    )
-    for each in (rb, plain.rb):
+def test_batches_and_priorities_equal_those_without_device(device, name, ndim):
+    rb = buffer(SAMPLERS[name](200), ndim, device=device)
+    plain = buffer(SAMPLERS[name](200), ndim)
+    for each in (rb, plain):
         write(each, STEPS - 3, 0)
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(9):
@@ -155,26 +137,26 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         assert batch.device.type == device.type
         assert_same(batch.cpu(), expected)
         before.append((batch["action"], batch["action"].clone()))
-        # a write would begin new epochs, and drop the batches drawn ahead
+        # a write would begin new epochs
         if name == "minibatch":
             continue
         if step % 2:  # some of what was drawn is replaced before its errors come
-            for each in (rb, plain.rb):
+            for each in (rb, plain):
                 write(each, 4, STEPS + 4 * step)
         learn(batch)
         learn(expected)
         rb.update_tensordict_priority(batch)
-        plain.rb.update_tensordict_priority(expected)
+        plain.update_tensordict_priority(expected)
         assert rb.parts.prioritized is None or torch.equal(
-            priorities(rb), priorities(plain.rb)
+            priorities(rb), priorities(plain)
         )
     # later batches are in other memory
     assert all(torch.equal(leaf, copied) for leaf, copied in before)
     if rb.parts.prioritized is not None:
         stale = rb.health()["stale_updates"]
-        assert stale == plain.rb.health()["stale_updates"]
-        assert stale > 0 or name == "windows"  # which are few
-    assert ahead or rb.health() == plain.rb.health()
+        assert stale == plain.health()["stale_updates"]
+        assert stale > 0 or name in ("sequence", "windows")  # which are few
+    assert rb.health() == plain.health()
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -230,12 +212,11 @@ def test_batches_and_reports_are_on_the_device_before_the_transforms(ndim, ahead
         part.device.type
         for part in (*index, info["priority_weight"], info["sampled_at"])
     } == {"meta"}
-    assert seen == ["meta"] * (1 + ahead)
     rb.shutdown()
+    assert {*seen} == {"meta"}
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_rollouts_are_those_of_a_buffer_without_device(device, ahead):
+def test_rollouts_are_those_of_a_buffer_without_device(device):
     def made(**kwargs: Any) -> RolloutBuffer:
         rollout = RolloutBuffer(
             7,
@@ -243,7 +224,6 @@ def test_rollouts_are_those_of_a_buffer_without_device(device, ahead):
             batch_size=5,
             epochs=2,
             normalize_advantage="minibatch",
-            prefetch=ahead,
             **kwargs,
         )
         rollout.set_rng(torch.Generator().manual_seed(2))
@@ -304,7 +284,7 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
         sampler, storage = MinibatchSampler(2), PackedStorage(STEPS)
         wrapper: Any = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
         return ReplayBuffer(
-            storage=storage, sampler=wrapper, batch_size=7, device=device, prefetch=3
+            storage=storage, sampler=wrapper, batch_size=7, device=device
         )
 
     rb, again = made(), made()
@@ -318,31 +298,6 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
         assert [sorted(part.tolist()) for part in rows.split(STEPS)] == [
             [*range(STEPS)]
         ] * 2
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device):
-    def made(first: int) -> ReplayBuffer:
-        sampler: Any = FreshRowsSampler(UniformSampler(), fresh=2)
-        sampler = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
-        rb = ReplayBuffer(
-            storage=PackedStorage(STEPS),
-            sampler=sampler,
-            batch_size=7,
-            device=device,
-            prefetch=3,
-        )
-        write(rb, 10, first)
-        return rb
-
-    rb, again = made(0), made(100)
-    seen = [rb.sample()["index"][:2].tolist()]  # and three more batches are drawn ahead
-    write(rb, 2, 10)  # two more fresh rows
-    again.sample()
-    again.load_state_dict(rb.state_dict())
-    for each in (rb, again):
-        rows = seen + [each.sample()["index"][:2].tolist() for _ in range(5)]
-        assert rows == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_a_forked_process_samples_the_shared_rows_by_itself():
@@ -377,38 +332,25 @@ def doubled(batch: Any, seen: set[str] | None = None) -> Any:
     return batch.set("twice", batch["action"] * 2)
 
 
-@pytest.fixture(params=["asking", "threads"])
-def who(request, monkeypatch) -> str:
-    """Who transforms: transforms count as slow from a time on that none, or every one,
-    takes."""
-    monkeypatch.setattr(
-        prefetch, "_SLOW", float("inf") if request.param == "asking" else -1.0
-    )
-    return request.param
-
-
 @pytest.mark.parametrize(
     ("name", "ndim"),
     [("uniform", 1), ("proportional", 2), ("windows", 1), ("n-step", 2)],
 )
-def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndim):
+def test_threads_draw_and_transform_whole_batches_ahead(name, ndim):
     seen: set[str] = set()
     rb = buffer(
         SAMPLERS[name](200), ndim, prefetch=3, transform=partial(doubled, seen=seen)
     )
-    plain = Reference(buffer(SAMPLERS[name](200), ndim, transform=doubled), 3)
-    for each in (rb, plain.rb):
-        write(each, STEPS - 3, 0)
+    write(rb, STEPS - 3, 0)
     for step in range(9):
-        batch, expected = rb.sample(), plain.sample()
-        assert_same(batch, expected)
-        for each, own in ((rb, batch), (plain.rb, expected)):
-            learn(own)
-            each.update_tensordict_priority(own)
-            write(each, 2, STEPS + 2 * step)
-    assert seen == (
-        {"MainThread"} if who == "asking" else {"MainThread", "ThreadPoolExecutor"}
-    )
+        batch = rb.sample()
+        speed = batch["observation", "speed"][:, 0]
+        assert torch.equal(speed, batch["action"].double())
+        assert torch.equal(batch["twice"], 2 * batch["action"])
+        learn(batch)
+        rb.update_tensordict_priority(batch)
+        write(rb, 2, STEPS + 2 * step)
+    assert seen == {"MainThread", "ThreadPoolExecutor"}
     rb.append_transform(lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rb.sample()
@@ -416,7 +358,7 @@ def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndi
 
 
 @pytest.mark.parametrize(
-    ("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("minibatch", 1)]
+    ("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("unique", 1)]
 )
 def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name, ndim):
     buffers = [buffer(SAMPLERS[name](200), ndim, prefetch=ahead) for ahead in (0, 3)]
@@ -426,11 +368,17 @@ def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name,
         assert_same(batch, expected)
 
 
+class Increased(Transform):
+    def forward(self, batch: Any) -> Any:
+        return batch.set("twice", batch["twice"] + 1)
+
+
 @pytest.mark.parametrize("way", ["short", "device"])
 @pytest.mark.parametrize(
-    "change", ["sampler", "storage", "empty", "come round", "load", "transform"]
+    "change",
+    ["sampler", "storage", "empty", "emptied by another", "load", "append", "insert"],
 )
-def test_no_batch_of_old_rows_is_served(who, way, change):
+def test_no_batch_of_old_rows_is_served(way, change):
     def made(seed: int) -> Any:
         device = "cpu" if way == "device" else None
         return buffer(
@@ -449,23 +397,25 @@ def test_no_batch_of_old_rows_is_served(who, way, change):
         rb.set_sampler(UniformSampler())
     elif change == "storage":
         rb.set_storage(PackedStorage(STEPS))
-    elif change == "empty":
-        rb.empty()
+    elif change.startswith("empt"):
+        (rb if change == "empty" else ReplayBuffer(storage=rb.storage)).empty()
         with pytest.raises(RuntimeError, match="empty"):
             rb.sample()
     elif change == "load":
         rb.load_state_dict(other.state_dict())
-    elif change == "transform":
-        rb.append_transform(lambda batch: batch.set("twice", batch["twice"] + 1))
-    if change in ("storage", "empty", "come round"):
+    elif change == "append":
+        rb.append_transform(Increased())
+    elif change == "insert":
+        rb.insert_transform(1, Increased())
+    is_changed = change in ("append", "insert")
+    if change in ("storage", "empty", "emptied by another"):
         write(rb, STEPS, 1000)
     for _ in range(5):
         batch = rb.sample()
-        assert (batch["twice"] == batch["action"] * 2 + (change == "transform")).all()
+        assert (batch["twice"] == batch["action"] * 2 + is_changed).all()
         assert ("priority_weight" in batch) == (change != "sampler")
-        assert (
-            batch["action"] >= (0 if change in ("sampler", "transform") else 10_000)
-        ).all()
+        are_kept = is_changed or change == "sampler"
+        assert (batch["action"] >= (0 if are_kept else 10_000)).all()
     rb.shutdown(), other.shutdown()
 
 
@@ -479,26 +429,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("how", ["state_dict", "rows_only"])
-def test_a_saved_buffer_opens_with_any_prefetch_and_goes_on_with_its_epoch(
-    how, name, tmp_path
-):
-    rb = buffer(MinibatchSampler(), prefetch=3, transform=doubled)
+@pytest.mark.parametrize("way", ["state", "dump", "pickle"])
+def test_no_way_takes_batches_drawn_ahead_along(way, name, tmp_path):
+    rb = buffer(ProportionalSampler(STEPS), prefetch=3, transform=doubled)
     write(rb, STEPS, 0)
-    first = rb.sample()
-    again = buffer(MinibatchSampler(), **SETTINGS[name])
-    if how == "rows_only":
-        rb.dumps(tmp_path)
-        again.loads(tmp_path, rows_only=True)
-        first = again.sample()
-    else:
+    rb.sample()
+    again = buffer(ProportionalSampler(STEPS), **SETTINGS[name])
+    if way == "state":
         again.load_state_dict(rb.state_dict())
-    batches = [again.sample() for _ in range(3)]  # the rest of an epoch
-    assert sorted(
-        torch.cat([each["action"] for each in (first, *batches)]).tolist()
-    ) == [10 * i for i in range(STEPS)]
-    assert ("twice" in batches[0]) == ("transform" in SETTINGS[name])
-    assert sum(len(batch) for batch in again) == STEPS
+    elif way == "dump":
+        rb.dumps(tmp_path)
+        again.loads(tmp_path)
+    else:
+        again = pickle.loads(pickle.dumps(rb))
+    for each in (rb, again):
+        write(each, STEPS, 1000)
+        assert (each.sample()["action"] >= 10_000).all()
     rb.shutdown(), again.shutdown()
 
 
@@ -514,28 +460,31 @@ def test_prefetch_refuses_a_largest_age():
     assert rb.sampler.max_age is None
 
 
-def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):
-    rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, prefetch=3, transform=doubled)
-    rb = ReplayBuffer(
-        storage=PackedStorage(21), sampler=MinibatchSampler(2), batch_size=5, prefetch=3
-    )
-    rb.append_transform(doubled)
-    for first in (0, 70):
-        rollout.extend(data(7, first, (3,)).set("state_value", torch.zeros(3, 7, 1)))
-        write(rb, 21, first)
-        for each, rows in (
-            (rb, [*range(first, first + 21)]),
-            (rollout, sorted([*range(first, first + 7)] * 3)),
-        ):
-            for _ in range(2):
-                found = torch.cat([batch["twice"] // 20 for batch in each])
-                assert [sorted(part.tolist()) for part in found.split(21)] == [rows] * 2
-            each.sample(), next(iter(each)), each.sample()  # given up
-    rb.shutdown()
-    rollout.shutdown()
+LATE: dict[str, dict[str, Any]] = {
+    "the order of a MinibatchSampler": {
+        "sampler": NStepSampler(MinibatchSampler(), 2, 0.9)
+    },
+    "the order of a QueueSampler": {"sampler": QueueSampler(QUEUE), "writer": QUEUE},
+    "the newest rollout of a RolloutWriter": {"writer": RolloutWriter()},
+    "the ratio of flow control": {"samples_per_insert": 1.0},
+}
 
 
-def test_a_batch_of_another_size_leaves_those_drawn_ahead(who):
+@pytest.mark.parametrize("kept", LATE)
+def test_prefetch_refuses_what_decides_late_which_rows_to_draw(kept):
+    with pytest.raises(ValueError, match=f"to keep {kept}: use prefetch=0"):
+        ReplayBuffer(storage=PackedStorage(9), batch_size=4, prefetch=3, **LATE[kept])
+
+
+def test_a_refused_writer_changes_nothing():
+    rb = buffer(UniformSampler(), prefetch=3)
+    writer = rb.writer
+    with pytest.raises(ValueError, match="RolloutWriter: use prefetch=0"):
+        rb.set_writer(RolloutWriter())
+    assert rb.writer is writer
+
+
+def test_a_batch_of_another_size_leaves_those_drawn_ahead():
     rb = buffer(UniformSampler(), prefetch=2, transform=doubled)
     write(rb, STEPS, 0)
     assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [

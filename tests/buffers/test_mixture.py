@@ -19,7 +19,6 @@ from torchrl.envs.transforms import Transform
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
-    FreshRowsSampler,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
@@ -28,7 +27,6 @@ from rlbuf_td import (
     ReplayBufferMixture,
     SchemaError,
     SequenceSampler,
-    UniformSampler,
 )
 from tests import catalogue
 from tests.catalogue import assert_same
@@ -538,13 +536,11 @@ def test_a_member_whose_draw_is_not_compiled_costs_others_no_rows():
     members have drawn are kept."""
     members = {
         "epochs": numbered(0, 12, sampler=MinibatchSampler()),
-        "fresh": numbered(
-            100, 80, sampler=FreshRowsSampler(ProportionalSampler(100), 2)
-        ),
+        "priorities": numbered(100, 80, sampler=ProportionalSampler(100)),
         "short": numbered(200, 14, sampler=MinibatchSampler()),
     }
     mixture = ReplayBufferMixture(members, dict.fromkeys(members, 1), batch_size=12)
-    epochs, fresh = [], []
+    epochs = []
     for _ in range(24):
         batch = mixture.sample()
         assert batch["source"].tolist() in (
@@ -553,41 +549,8 @@ def test_a_member_whose_draw_is_not_compiled_costs_others_no_rows():
         )
         assert (batch["priority_weight"] == 1).all()
         epochs += batch["number"][:4].tolist()
-        fresh += batch["number"][4:6].tolist()
+        assert ((batch["number"][4:8] >= 100) & (batch["number"][4:8] < 180)).all()
     assert [sorted(epochs[i : i + 12]) for i in range(0, 96, 12)] == [[*range(12)]] * 8
-    assert fresh == [*range(100, 148)]
-
-
-def test_fresh_rows_of_members_with_and_without_priorities():
-    samplers = {"one": UniformSampler(), "other": ProportionalSampler(10)}
-    members = {
-        name: numbered(0, sampler=FreshRowsSampler(sampler, 2))
-        for name, sampler in samplers.items()
-    }
-    mixed = ReplayBufferMixture(members, HALF, batch_size=8)
-    for first in (0, 2):
-        batch = mixed.sample()
-        assert batch["number"].view(2, 4)[:, :2].tolist() == [[first, first + 1]] * 2
-        assert (batch["priority_weight"] == 1).all()
-    assert mixed._plans
-
-
-@pytest.mark.parametrize("size", [4, 8])  # fresh rows alone, and with others
-def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
-    one = numbered(
-        0,
-        sampler=FreshRowsSampler(
-            ProportionalSampler(100, alpha=1.0, beta=1.0, eps=0.0), 2
-        ),
-    )
-    one.update_priority(
-        torch.arange(10), torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 0, 0])
-    )
-    mixed = ReplayBufferMixture(
-        {"one": one, "other": numbered(0)}, HALF, batch_size=size
-    )
-    weight = mixed.sample()["priority_weight"]
-    assert ((weight > 0) & (weight <= 1)).all()
 
 
 def test_a_batch_that_one_member_refuses_counts_nowhere():

@@ -34,7 +34,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "rank": lambda: {"sampler": td.RankSampler(T)},
     "minibatch": lambda: {"sampler": td.MinibatchSampler(3)},
     "recency": lambda: {"sampler": td.RecencySampler(4.0, 9)},
-    "fresh": lambda: {"sampler": td.FreshRowsSampler(td.ProportionalSampler(T), 3)},
     "n-step": lambda: {"sampler": td.NStepSampler(td.UniformSampler(), 3, 0.9)},
     "hindsight": lambda: {"sampler": td.HindsightSampler(td.UniformSampler(), reward)},
     "windows": lambda: {"sampler": td.SequenceSampler(td.UniformSampler(), 2)},
@@ -131,13 +130,6 @@ WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
     },
     "recency": {
         "_sampler": {"half_life": [0.0, float("nan"), None], "window": [0, "one"]}
-    },
-    "fresh": {
-        "_sampler": {
-            "settings.fresh": [0, 1.5, None],
-            "undrawn": [torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[3]])],
-            "sampler.largest": [-0.5],
-        }
     },
     "n-step": {
         "_sampler": {

@@ -627,14 +627,6 @@ def test_flow_control_in_a_new_process_goes_on_from_the_rows_of_the_shards():
         (lambda: td.ReplayBuffer(sampler=td.RankSampler(1_000)), "RankSampler"),
         (lambda: td.ReplayBuffer(sampler=td.EpisodeSampler()), "EpisodeSampler"),
         (
-            lambda: td.ReplayBuffer(
-                sampler=td.NStepSampler(
-                    td.FreshRowsSampler(td.UniformSampler()), 2, 0.9
-                )
-            ),
-            "FreshRowsSampler",
-        ),
-        (
             lambda: td.ReplayBuffer(sampler=td.UniformSampler(unique=True)),
             "unique=True",
         ),

@@ -81,7 +81,7 @@ def hindsight(inner: Any = None, fn: Any = reward_fn, **options: Any) -> Any:
 
 
 IN_TIME_ORDER: list[Callable[[], Any]] = [
-    *(lambda: td.RecencySampler(2.0), lambda: td.FreshRowsSampler(td.UniformSampler())), n_step, sequence, hindsight
+    lambda: td.RecencySampler(2.0), n_step, sequence, hindsight
 ]  # fmt: skip
 REPORTS: dict[str, Callable[[], Any]] = {
     "mask": sequence,
@@ -125,7 +125,7 @@ REFUSALS: Table = {
     ("samplers of no rows", nothing): [
         *((lambda _, make=make, form=form, is_new=is_new: of_no_rows(make, form, is_new).sample(), RuntimeError,
            "Cannot sample from an empty storage: extend the buffer first")
-          for make in (*SAMPLERS.values(), lambda rows: td.FreshRowsSampler(td.UniformSampler()))
+          for make in SAMPLERS.values()
           for form, is_new in (({}, True), ({}, False), ({"ndim": 2}, False), ({"ndim": 2, "lanes": 3}, True))),
     ],
     ("ProportionalSampler", nothing): [
@@ -188,15 +188,11 @@ REFUSALS: Table = {
            r"cannot wrap a .*SequenceSampler\(NStepSampler\(HindsightSampler") for outer, inner in [
             (hindsight, hindsight), (hindsight, n_step), (hindsight, sequence), (n_step, n_step), (n_step, sequence),
             (sequence, sequence)]),
-        (lambda _: td.FreshRowsSampler(hindsight()), TypeError, "wrap a HindsightSampler"),
         (lambda _: sequence(hindsight(), across_episodes=True), TypeError, "combined with a HindsightSampler"),
-        (lambda _: td.FreshRowsSampler(td.QueueSampler(td.QueueWriter())), TypeError, "QueueSampler, which gives each"),
-        (lambda _: td.FreshRowsSampler(td.UniformSampler(max_age=3)), ValueError, "cannot wrap a .* with max_age"),
-        (lambda _: td.FreshRowsSampler(PrioritizedSampler(9, 1.0, 1.0)), TypeError, "cannot wrap TorchRL's"),
         *((lambda _, inner=inner: td.EpisodeSampler(inner()), TypeError,
            r"uniformly or by length, not by a .*: wrap a UniformSampler, or ") for inner in (
             lambda: td.ProportionalSampler(9), lambda: PrioritizedSampler(9, 0.6, 0.4), td.RecencySampler,
-            td.MinibatchSampler, lambda: n_step(td.FreshRowsSampler(td.UniformSampler())), lambda: Fixed(3),
+            td.MinibatchSampler, lambda: Fixed(3),
             lambda: td.UniformSampler(unique=True), lambda: td.UniformSampler(max_age=8))),
         (lambda _: td.EpisodeSampler(sequence()), TypeError, "EpisodeSampler cannot wrap a SequenceSampler"),
     ],
@@ -256,8 +252,7 @@ REFUSALS: Table = {
            'stride needs boundary="pad": boundary=".*" would move or replace') for boundary in ("shift", "strict")),
         *((lambda _, inner=inner: sequence(inner(), stride=3), TypeError,
            "stride needs a sampler that draws each window once .*use a MinibatchSampler") for inner in (
-            td.UniformSampler, SamplerWithoutReplacement, lambda: td.FreshRowsSampler(td.MinibatchSampler()),
-            lambda: n_step(hindsight(td.FreshRowsSampler(td.MinibatchSampler()))))),
+            td.UniformSampler, SamplerWithoutReplacement, lambda: n_step(hindsight(SamplerWithoutReplacement())))),
     ],
     ("SequenceSampler", lambda: windows(td.ProportionalSampler(30), burn_in=1)): [
         (lambda rb: rb.sample(6), ValueError, r"of burn_in \+ length = 1 \+ 3 = 4, got 6; for 32 sequences use 128"),
@@ -292,24 +287,10 @@ REFUSALS: Table = {
     ("EpisodeSampler, drawn", lambda: filled(td.EpisodeSampler(gamma=0.9), episodes().exclude(("next", "reward")))): [
         (lambda rb: rb.sample(), KeyError, "returns to go need"),
     ],
-    ("FreshRowsSampler", nothing): [
-        *((lambda _, fresh=fresh: td.FreshRowsSampler(td.UniformSampler(), fresh), (TypeError, ValueError),
-           "fresh must be ")
-          for fresh in (0, "rows")),
-        *((lambda _, wrong=wrong: sequence(td.FreshRowsSampler(td.UniformSampler(), "windows"), **wrong), ValueError,
-           'fresh="windows" needs boundary="pad" and neither burn_in nor stride, got')
-          for wrong in ({"boundary": "shift"}, {"boundary": "strict"}, {"burn_in": 1})),
+    ("wrappers over another storage", nothing): [
         *((lambda _, make=make: theirs(make(), steps(9), LazyTensorStorage(30)).sample(), TypeError,
            "a [A-Z].*Sampler looks up episodes and needs a PackedStorage, got a LazyTensorStorage: use")
           for make in IN_TIME_ORDER[1:]),
-        (lambda _: fresh(sampler=td.FreshRowsSampler(td.UniformSampler()), prefetch=1).sample(), RuntimeError, "empty"),
-    ],
-    ("FreshRowsSampler, drawn", nothing): [
-        (lambda _: filled(td.FreshRowsSampler(td.UniformSampler(), "windows")).sample(), ValueError,
-         "hands out windows of a SequenceSampler: use SequenceSampler"),
-    ],
-    ("FreshRowsSampler of another buffer", lambda: buffer(td.FreshRowsSampler(td.UniformSampler()))): [
-        (lambda rb: fresh().set_sampler(rb.sampler), ValueError, "one sampler per buffer"),
     ],
     ("samplers in time order", nothing): [
         *((lambda _, make=make, writer=writer: filled(make(), writer=writer()).sample(), ValueError,

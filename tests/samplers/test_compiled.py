@@ -13,7 +13,6 @@ import torch
 from tensordict import is_tensor_collection
 
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     ProportionalSampler,
@@ -23,7 +22,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from tests.catalogue import SAMPLERS
-from tests.test_goes_on import ALWAYS, FORMS, FRESH, MORE, Maker, assert_equal
+from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 
 # -- buffers, with the loops of the CPU and with the torch operations of other devices
 
@@ -46,9 +45,7 @@ def assert_close(left: Any, right: Any) -> None:
 # which take other numbers from the generator on other devices
 DIFFERENT = "unique", "strict"
 PLACES = "rows", "lanes", "lanes apart", "observations once"
-EVERY = [
-    (name, form) for name in (MORE | FRESH) if name not in DIFFERENT for form in PLACES
-]
+EVERY = [(name, form) for name in MORE if name not in DIFFERENT for form in PLACES]
 
 
 def turns(cases: list[Any], every: int) -> list[Any]:
@@ -66,7 +63,7 @@ def turns(cases: list[Any], every: int) -> list[Any]:
 def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
     sampler, form, tmp_path
 ):
-    given = FORMS[form].of((MORE | FRESH)[sampler])
+    given = FORMS[form].of(MORE[sampler])
     makers = [replace(given, backend=backend) for backend in (None, "torch")]
     buffers = [made_by(maker, tmp_path) for maker in makers]
     for number in range(given.before + 1):
@@ -137,12 +134,10 @@ ALONE = (
 )
 KINDS: dict[str, Callable[[int], Any]] = {
     **{name: SAMPLERS[name] for name in ALONE},
-    "fresh": lambda n: FreshRowsSampler(per(n)),
     "n-step": lambda n: NStepSampler(per(n), 3, 0.9),
-    "n-step of fresh": lambda n: NStepSampler(FreshRowsSampler(per(n)), 2, 0.9),
     "hindsight": lambda n: hindsight(per(n), terminated_fn=terminated_fn),
     "random goals": lambda n: hindsight(
-        FreshRowsSampler(UniformSampler()), strategy={"episode": 0.5, "random": 0.5}
+        UniformSampler(), strategy={"episode": 0.5, "random": 0.5}
     ),
     "n-step of hindsight": lambda n: NStepSampler(
         hindsight(per(n), terminated_fn=terminated_fn), 4, 0.9

@@ -147,11 +147,9 @@ def test_the_epoch_and_the_position_can_be_watched():
     )
 
 
-@pytest.mark.parametrize(
-    ("buffer", "drop_last"), [(ReplayBuffer, False), (TensorDictReplayBuffer, True)]
-)
-def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_last):
-    rb = buffer(
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_threads_of_torchrls_buffer_draw_every_row_as_often_as_asked(drop_last):
+    rb = TensorDictReplayBuffer(
         storage=PackedStorage(10),
         sampler=MinibatchSampler(3, drop_last=drop_last),
         writer=RingWriter(),
@@ -194,20 +192,16 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize(
     "wrap", [lambda inner: inner, lambda s: NStepSampler(s, 1, 0.9)]
 )
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_by_whomever_restarts_the_epochs(write, wrap, prefetch):
-    # with batches drawn ahead, the write comes when the last one is drawn
-    sampler = MinibatchSampler(1 if prefetch else 2, shuffle=False)
+def test_a_write_by_whomever_restarts_the_epochs(write, wrap):
+    sampler = MinibatchSampler(2, shuffle=False)
     rb = ReplayBuffer(
         storage=PackedStorage(6),
         sampler=wrap(sampler),
         batch_size=2,
-        prefetch=prefetch,
-        transform=(lambda rows: rows) if prefetch else None,
     )
     rb.extend(rows_from(0))
     if write == "another process":

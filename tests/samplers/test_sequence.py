@@ -539,15 +539,3 @@ def test_writes_and_edits_of_done_flags_begin_new_epochs():
     rb.set_at_("x", 7, (4, 0))  # the same trajectories
     rb.sample()
     assert rb.sampler.innermost.position == position + 2
-
-
-def test_batches_drawn_ahead_are_the_same():
-    options: list[dict[str, Any]] = [{"prefetch": 2, "device": "cpu"}, {}]
-    ahead, plain = (
-        of_chunks(generator=torch.Generator(), **given) for given in options
-    )
-    for count in (0, 4):
-        if count:
-            ahead.extend(numbered(count)), plain.extend(numbered(count))
-        for one, other in zip(ahead, plain, strict=True):
-            assert (one == other).all()

@@ -55,7 +55,7 @@ def unlike(
     return world
 
 
-KINDS = ["uniform", "proportional", "rank", "recency", "fresh over proportional"]
+KINDS = ["uniform", "proportional", "rank", "recency", "floored"]
 
 
 @pytest.mark.parametrize(

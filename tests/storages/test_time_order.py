@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import (
-    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -44,7 +43,6 @@ class OwnSampler(RowSampler):
 SAMPLERS = {
     "recency": lambda: RecencySampler(2.0),
     "a user's": OwnSampler,
-    "fresh": lambda: FreshRowsSampler(UniformSampler()),
     "n-step": lambda: NStepSampler(UniformSampler(), 3, 0.9),
     "windows": lambda: SequenceSampler(UniformSampler(), 2),
     "hindsight": lambda: HindsightSampler(

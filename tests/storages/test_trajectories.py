@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from rlbuf_td import (
     EpisodeSampler,
     EpisodeStats,
-    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
@@ -231,7 +230,6 @@ SAMPLERS: dict[str, Any] = {
     "hindsight": lambda: HindsightSampler(
         UniformSampler(), lambda batch: batch["next", "reward"]
     ),
-    "nested": lambda: NStepSampler(FreshRowsSampler(UniformSampler()), 5, 0.9),
 }
 
 
@@ -272,7 +270,6 @@ def over(
         ("n-step", 40, False),
         ("sequences", 40, True),
         ("hindsight", 40, True),
-        ("nested", 40, True),
     ],
 )
 def test_interleaved_trajectories_are_reported_once_with_the_mean_stretch(
@@ -287,7 +284,7 @@ def test_interleaved_trajectories_are_reported_once_with_the_mean_stretch(
         rb.sample()
     for _ in range(20):
         rb.sample()
-    assert rb.compiled.startswith("add, extend, sample") or kind == "nested"
+    assert rb.compiled.startswith("add, extend, sample")
     assert rb.health()["stretch_mean"] == 1.0
 
 
@@ -383,7 +380,7 @@ def test_lanes_of_their_own_and_draws_of_single_rows_need_no_warning() -> None:
     rb.extend(interleaved(40, 4).transpose(0, 1))
     rb.sample()
     assert rb.health()["stretch_mean"] == 20.0
-    plain = over(FreshRowsSampler(UniformSampler()))
+    plain = over(UniformSampler())
     plain.extend(interleaved(40, 4).flatten())
     plain.sample()
 

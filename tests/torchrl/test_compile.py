@@ -14,7 +14,6 @@ from torchrl.data import LazyTensorStorage
 from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 
 from rlbuf_td import (
-    FreshRowsSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -66,18 +65,14 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
 
 
 def made_for_compiling(name: str) -> ReplayBuffer:
-    sampler = (
-        FreshRowsSampler(ProportionalSampler(64))
-        if name == "fresh"
-        else SAMPLERS.get(name, RankSampler)(64)
-    )
+    sampler = SAMPLERS.get(name, RankSampler)(64)
     rb = ReplayBuffer(storage=PackedStorage(64), sampler=sampler, batch_size=12)
     rb.extend(data(20))
     return rb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["floored", "rank", "windows", "fresh", "mixture"])
+@pytest.mark.parametrize("name", ["floored", "rank", "windows", "mixture"])
 def test_a_compiled_update_raises_the_priority_of_new_rows(name):
     one, other = made_for_compiling(name), made_for_compiling(name)
     rb: Any = (

@@ -70,7 +70,7 @@ ATTRIBUTES: list[tuple[str, str, str, str]] = [
     ),
     (
         "buffer",
-        "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap",
+        "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap _prefetch_queue",
         OLD,
         "replay.py",
     ),
@@ -88,9 +88,9 @@ ATTRIBUTES: list[tuple[str, str, str, str]] = [
     ),
     (
         "buffer",
-        "_capture_prefetch_state _clear_prefetch_queue_locked",
+        "_capture_prefetch_state _clear_prefetch_queue_locked _sample",
         OLD,
-        "replay.py: overridden",
+        "replay.py: overridden or called",
     ),
 ]
 #: The same for features that only the next release has.
@@ -99,7 +99,7 @@ NEWER: list[tuple[str, str, str, str]] = [
     ("sampler", "requires_shared_state", "data sets", "common.py: overridden"),
     (
         "buffer",
-        "_requires_shared_state _reset_worker_state _state_without_prefetch",
+        "_requires_shared_state",
         "data sets",
         "replay.py",
     ),
@@ -467,8 +467,6 @@ def test_data_sets_ask_for_these_methods():
     assert asked == ["share"] * 2
     _, state = dataset.__getstate__()["replay_buffer"]
     assert state["_storage"] is rb.storage
-    rb._reset_worker_state()
-    assert not rb._prefetch
 
 
 # -- each part takes every keyword of the part that it replaces; a new release may add

@@ -5,8 +5,6 @@ from numba import carray
 
 from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, store
 from rlbuf_td.kernels.draws import DIGITS
-from rlbuf_td.kernels.serials import TAIL, WRITTEN
-from rlbuf_td.kernels.serials_cpu import head_at
 from rlbuf_td.kernels.strata import FIRST
 
 # for a smaller total decay, ages are uniform, because rounding would spoil the
@@ -90,33 +88,3 @@ def append_distinct(out_at, size, kept, values_at, given):
             places[place] = out[count] = value
             count += 1
     return count
-
-
-@kernel
-def take_fresh(next_serials, steps, lanes, serials, most, out):
-    """Move at most ``most`` *fresh* rows, which no batch has had yet, to address
-    ``out``; return their number.
-
-    ``next_serials`` is the address of the serial of the next row of each lane to hand
-    out, ``[lanes]`` int64; ``serials`` is that of the ring's numbers, see
-    :mod:`rlbuf_td.kernels.serials`. The lane with the most fresh rows comes first, then
-    the lane with the smaller number.
-    """
-    following, head = (
-        carray(pointer(next_serials), lanes, np.int64),
-        head_at(serials, lanes),
-    )
-    waiting = np.int64(0)
-    for lane in range(lanes):
-        # rows that are gone are no longer fresh
-        following[lane] = max(following[lane], head[TAIL, lane])
-        waiting = max(waiting, head[WRITTEN, lane] - following[lane])
-    taken = 0
-    while taken < most and waiting > 0:
-        for lane in range(lanes):
-            if taken < most and head[WRITTEN, lane] - following[lane] == waiting:
-                store(out + 8 * taken, following[lane] % steps * lanes + lane, np.int64)
-                following[lane] += 1
-                taken += 1
-        waiting -= 1
-    return taken

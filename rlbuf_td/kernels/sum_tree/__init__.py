@@ -402,30 +402,3 @@ def draw(
         else total / rows
     )
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
-
-
-def weigh_beside_(
-    tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor
-) -> bool:
-    """Set ``weight[:len(index)]`` to the importance weights of the rows in ``index``,
-    and return True.
-
-    Return False, and change nothing, except on the CPU for contiguous float32 weights:
-    those of a user's sampler may be others.
-
-    Before the call, ``weight[0]`` must hold the importance weight of the one row in
-    ``drawn`` (shape ``[1]``). Rows whose weight in the tree is 0 get this importance
-    weight, too.
-    """
-    if (
-        backend_of(tree.weight) != "numba"
-        or weight.dtype is not torch.float32
-        or not weight.is_contiguous()
-    ):
-        return False
-    index = index.contiguous()
-    places = index.data_ptr(), drawn.data_ptr(), weight.data_ptr()
-    loop("sum_tree.cpu", "weigh_beside")(
-        tree.address, *places, index.shape[0], weight.shape[0], float(beta)
-    )
-    return True

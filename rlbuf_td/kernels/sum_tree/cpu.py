@@ -23,8 +23,6 @@ from rlbuf_td.kernels.draws.cpu import acceptable, masses
 from rlbuf_td.kernels.strata import (
     BY_BATCH,
     BY_BUFFER,
-    LEAST_RATIO,
-    MOST_RATIO,
     DrawLaw,
 )
 from rlbuf_td.kernels.sum_tree import BLOCK, GROUP, LARGEST, REFUSED, SMALLEST, TREE
@@ -265,23 +263,3 @@ def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
         else:
             importance[j] = ratio**-law.beta
     return True
-
-
-@kernel
-def weigh_beside(tree, rows, drawn, importance_at, count, size, beta: float):
-    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; all but the counts and
-    ``beta`` are addresses."""
-    weight = _arrays(carray(pointer(tree), 1, TREE)).weight
-    index, first = (
-        carray(pointer(rows), count, np.int64),
-        carray(pointer(drawn), 1, np.int64)[0],
-    )
-    importance = carray(pointer(importance_at), size, np.float32)
-    scale = importance[0]
-    for j in range(count):
-        ratio = (
-            max(weight[index[j]] / weight[first], LEAST_RATIO)
-            if weight[index[j]] > 0.0
-            else 1.0
-        )
-        importance[j] = scale * np.float32(min(ratio**-beta, MOST_RATIO))
