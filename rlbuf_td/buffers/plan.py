@@ -195,9 +195,6 @@ class CompiledPlan(Plan):
         self.draws = (
             partial(draw_from, sampler) if wrapper is None else wrapper.draw_rows
         )
-        #: Whether no wrapper changes rows or entries, and this package draws: no more
-        # rows than wanted, known entries.
-        self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
@@ -235,10 +232,10 @@ class CompiledPlan(Plan):
             )
         cells = live[0] if live[1] else self.without_holes(flat)
         if self.is_direct:
-            # the kernel alone, where `fill` would only call it
+            # the kernel alone, where the reading would only call it
             kernel, address = memory.kernel, memory.reading.address
             is_filled = (
-                memory.reading.fill(slot, flat, cells, 0, self.count)
+                memory.reading(memory.slots, slot, flat, flat, cells)
                 if kernel is None
                 else kernel(
                     address, flat.data_ptr(), slot.targets, cells, 0, self.count
@@ -329,14 +326,6 @@ def plan_of(
         if isinstance(reading, str):
             return TorchPlan(storage, sampler, reading)
         return CompiledPlan(storage, sampler, reading, count)
-
-
-def _draws_itself(sampler: Sampler) -> bool:
-    """Whether the sampler's ``draw`` is a method of this package, not of a user."""
-    draw = getattr(sampler, "draw", None)
-    return (
-        getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
-    )
 
 
 def _why_not_gathered(storage: PackedStorage) -> str:
