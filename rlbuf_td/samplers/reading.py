@@ -198,7 +198,7 @@ class Reading:
         gather = partial(self.kernel, *places, live)
         is_filled = all_parts(gather, 0, self.size, self.size * self.row_bytes)
         if is_filled and self.observations:
-            self.entry_kernel(*places, 0, self.size, self.observations)
+            self.entry_kernel(*places, self.observations)
         return is_filled
 
     def single_call(self, count: int) -> Any:
