@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from struct import Struct
+from typing import cast
 
 import numpy as np
 import torch
@@ -160,8 +161,8 @@ class NStepSampler(SamplerWrapper):
         # steps
         else:
             owner = first if owner is None else owner
-            batch = read(flat, owner)
             steps = read(window.flatten(), owner.repeat_interleave(n))
+            batch = cast("TensorDictBase", steps[first * n])
 
         def column(key: tuple[str, ...], step: Tensor) -> Tensor:
             """Return a key of the rows at ``step``, ``[B]`` or ``[B, n]``."""
