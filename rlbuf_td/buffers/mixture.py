@@ -330,9 +330,12 @@ class ReplayBufferMixture:
             }
             if has_lanes:
                 added |= with_lane(rows)
-            factor = max((normalizer or 1.0) / largest, LEAST_RATIO)
-            if is_weighted and factor != 1.0:
-                added["priority_weight"] = known["priority_weight"] * factor
+            if is_weighted:
+                weight = known.get("priority_weight")
+                if weight is None:
+                    weight = index.new_ones(index.shape[:1], dtype=torch.float32)
+                factor = max((normalizer or 1.0) / largest, LEAST_RATIO)
+                added["priority_weight"] = weight * factor
             set_entries_(rows, added)
         batches = [part.rows for part in parts.values()]
         joined = concatenated(batches)
@@ -746,7 +749,7 @@ def largest_normalizer(
 
 def draw_rows_of(member: ReplayBuffer, count: int, is_weighted: bool) -> MemberRows:
     """Draw ``count`` rows from a member, and transform them; ``is_weighted``: with
-    weights and stamps, also of a member without priorities."""
+    their stamps, also if the member has no priorities."""
     stamps = None
     # priorities must not change before the normalizer is known
     with member._locked():
@@ -762,14 +765,8 @@ def draw_rows_of(member: ReplayBuffer, count: int, is_weighted: bool) -> MemberR
         raise ValueError(
             f"members must store single transitions, these rows have further batch dims, {inner}"
         )
-    known = entries_of(rows)
-    device = known["index"].device
-    added: dict[str, Tensor] = {}
     if stamps is not None:
-        added[SAMPLED_AT] = stamps.to(device)
-    if is_weighted and "priority_weight" not in known:
-        added["priority_weight"] = torch.ones(rows.shape, device=device).float()
-    set_entries_(rows, added)
+        set_entries_(rows, {SAMPLED_AT: stamps.to(entries_of(rows)["index"].device)})
     # TorchRL's slices have an index [B, 1]
     return MemberRows(without_lane(member, rows), normalizer)
 
@@ -944,6 +941,8 @@ def refuse_difference(
         return
     (first, known), *others = members.items()
     for name, found in others:
+        if found == known:  # usual
+            continue
         for key in sorted(known.keys() | found.keys()):
             comes_later = any(
                 who in reserved and key not in each

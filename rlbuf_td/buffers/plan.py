@@ -213,7 +213,10 @@ class CompiledPlan(Plan):
             refuse_disorder(self.sampler, self.storage)
         live, report = self.ring.numbered(), {}
         if self.draw_into is None:
-            drawn, report = self.draw(size)
+            drawn, report = rows_drawn(self.sampler, self.draws(self.storage, size))
+            # a user's sampler may give every other element of a tensor
+            drawn = drawn.cpu().contiguous()
+            address_of(drawn)  # raises an error if the rows have no memory
             count = drawn.shape[0]
             memory = self.memories.get(count) or self._make(count)
             slot = memory.slots.take()
@@ -230,7 +233,10 @@ class CompiledPlan(Plan):
                 memory.reading.drawn or slot.report,
                 memory.scratch,
             )
-        cells = live[0] if live[1] else self.without_holes(flat)
+        cells = live[0]
+        if not live[1]:  # some cells are holes
+            self.storage.refuse_holes(flat)
+            cells = self.ring.longest * self.ring.lanes
         if self.is_direct:
             # the kernel alone, where the reading would only call it
             kernel, address = memory.kernel, memory.reading.address
@@ -264,21 +270,6 @@ class CompiledPlan(Plan):
         if self.wrapper is not None and not self.wrapper.has_checked_order:
             self.wrapper.warn_if_interleaved(self.storage)
         return slot.batch, report
-
-    def draw(self, size: int) -> tuple[Tensor, Info]:
-        """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the
-        sampler adds."""
-        flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
-        # a user's sampler may give every other element of a tensor
-        flat = flat.cpu().contiguous()
-        address_of(flat)  # raises an error if the rows have no memory
-        return flat, info
-
-    def without_holes(self, flat: Tensor) -> int:
-        """Return how many cells may be read, where some are holes; raise an IndexError
-        if one of these was drawn."""
-        self.storage.refuse_holes(flat)
-        return self.ring.longest * self.ring.lanes
 
     def _make(self, count: int) -> _Memory:
         """Make the memory for another number of rows, which a user's sampler, or the
