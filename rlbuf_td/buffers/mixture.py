@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from math import lcm
-from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import (
     PrioritizedSampler,
@@ -24,12 +23,6 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
-from rlbuf_td.buffers.mixture_plan import (
-    MixturePlan,
-    largest_normalizer,
-    normalizer_of,
-    plan_mixture,
-)
 from rlbuf_td.buffers.permission import Permission
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
@@ -48,12 +41,12 @@ from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import State, as_number, fraction, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
+from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
-from rlbuf_td.storages.tensordict_fast import entries_of, set_entries_
+from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict, set_entries_
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -114,10 +107,9 @@ class ReplayBufferMixture:
             or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes.
 
-    Cost: a draw and a gather per member, if the members have samplers of this package
-    (without wrappers), rows in host memory of equal layout, and no transforms.
-    Otherwise, each member makes a batch of its own, and these batches are copied into
-    one.
+    Cost: a batch of each member, and a copy of these batches into one. With
+    ``exact=False``, members make batches of many sizes, which takes about twice as
+    long.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with
     Offline Data, ICML 2023.
@@ -157,8 +149,6 @@ class ReplayBufferMixture:
             writes_to,
             generator,
         )
-        self._plans: list[MixturePlan] = []  # whose memory no thread uses now
-        self._checked: list[Any] = []
         self._refuse_other_schemas()
 
     # -- members
@@ -196,13 +186,6 @@ class ReplayBufferMixture:
             if member.storage.layout is not None
         }
         reserved = {name for name, storage in rows.items() if storage.is_reserved}
-        found = [
-            None if name in reserved else storage.layout
-            for name, storage in rows.items()
-        ]
-        found += [member.sampler for member in self.members.values()]
-        if len(found) == len(self._checked) and all(map(is_, found, self._checked)):
-            return
         refuse_entries(self.members)
         leaves_of = {
             name: storage.all_rows().layout.leaves for name, storage in rows.items()
@@ -212,7 +195,6 @@ class ReplayBufferMixture:
             for name, leaves in leaves_of.items()
         }
         refuse_difference(kinds_of, reserved)
-        self._checked = found
 
     # -- writes
 
@@ -305,79 +287,63 @@ class ReplayBufferMixture:
             for name, count in zip(self.members, counts, strict=True)
             if count
         }
-        # take it away: another thread, or a function that samples while this one does,
-        # makes a plan of its own
-        try:
-            plan = self._plans.pop()
-        except IndexError:
-            plan = None
-        plans = plan.held(counts) if plan is not None and plan.size == size else None
-        if plans is None:
-            self._plans.clear()
-            self._refuse_other_schemas()
-            for name, member in self.members.items():
-                refuse_member(name, member)  # its parts may have been replaced
-                if name in needed and not len(member):
-                    raise RuntimeError(
-                        f"member {name!r} has no rows: extend it first, or set its share to 0"
-                    )
-            plan = plan_mixture(self.members, size)
-            plans = None if plan is None else plan.held(counts)
+        self._refuse_other_schemas()
+        for name, member in self.members.items():
+            refuse_member(name, member)  # its parts may have been replaced
+            if name in needed and not len(member):
+                raise RuntimeError(
+                    f"member {name!r} has no rows: extend it first, or set its share to 0"
+                )
+        is_weighted = has_priorities(self.members)
         # all members admit their rows, or none counts them
         with ExitStack() as admitted:
             for name, count in needed.items():
                 if self.members[name].flow is not None:
                     permission = Permission(self.members[name], count, waits=False)
                     admitted.enter_context(permission.counted())
-            if plan is None or plans is None:
-                return self._joined(
-                    {
-                        name: draw_rows_of(self.members[name], count)
-                        for name, count in needed.items()
-                    }
-                )
-            batch = plan.sample(counts, plans)
-        self._plans.append(plan)
-        return batch
-
-    def _joined(self, parts: dict[str, MemberRows]) -> TensorDictBase:
-        if len({part.rows["index"].device for part in parts.values()}) > 1:
-            devices = {
-                name: str(part.rows["index"].device) for name, part in parts.items()
+            parts = {
+                name: draw_rows_of(self.members[name], count, is_weighted)
+                for name, count in needed.items()
             }
+            return self._joined(parts, is_weighted)
+
+    def _joined(
+        self, parts: dict[str, MemberRows], is_weighted: bool
+    ) -> TensorDictBase:
+        devices = {
+            name: entries_of(part.rows)["index"].device for name, part in parts.items()
+        }
+        if len({*devices.values()}) > 1:
+            shown = {name: str(device) for name, device in devices.items()}
             remedy = "keep their rows on one device, or give members device="
             raise ValueError(
-                f"the batches of members are on different devices, {devices}: {remedy}"
+                f"the batches of members are on different devices, {shown}: {remedy}"
             )
-        is_weighted = any(
-            member._initialize().prioritized is not None
-            for member in self.members.values()
-        )
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = largest_normalizer(
             self.members, {name: part.normalizer for name, part in parts.items()}
         )
-        for name, (rows, normalizer, stamps) in parts.items():
-            size, device = len(rows), rows["index"].device
-            more: dict[str, Any] = {
-                "source": torch.full((size,), self.names.index(name), device=device)
+        for name, (rows, normalizer) in parts.items():
+            known = entries_of(rows)
+            index = known["index"]
+            added: dict[str, Tensor] = {
+                "source": index.new_full(index.shape[:1], self.names.index(name))
             }
             if has_lanes:
-                more |= with_lane(rows)
+                added |= with_lane(rows)
             if is_weighted:
-                weight = rows.get(
-                    "priority_weight",
-                    torch.ones(size, dtype=torch.float32, device=device),
-                )
-                more["priority_weight"] = weight * max(
-                    (normalizer or 1.0) / largest, LEAST_RATIO
-                )
-                more[SAMPLED_AT] = (
-                    stamps if SAMPLED_AT not in rows.keys() else rows[SAMPLED_AT]
-                )
-            set_entries_(rows, more)
+                weight = known.get("priority_weight")
+                if weight is None:
+                    weight = index.new_ones(index.shape[:1], dtype=torch.float32)
+                factor = max((normalizer or 1.0) / largest, LEAST_RATIO)
+                added["priority_weight"] = weight * factor
+            set_entries_(rows, added)
+        batches = [part.rows for part in parts.values()]
+        joined = concatenated(batches)
+        if joined is not None:
+            return joined
         refuse_difference({name: kinds(part.rows) for name, part in parts.items()})
-        return torch.cat([part.rows for part in parts.values()])  # pyrefly: ignore [bad-argument-type, bad-return]
+        return torch.cat(batches)  # pyrefly: ignore [bad-argument-type, bad-return]
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
@@ -546,11 +512,7 @@ class ReplayBufferMixture:
         }
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {
-            "_plans": [],
-            "_checked": [],
-            "_rng": pickled_generator(self._rng),
-        }
+        return self.__dict__ | {"_rng": pickled_generator(self._rng)}
 
     def __setstate__(self, state: State) -> None:
         self.__dict__.update(state, _rng=unpickled_generator(state["_rng"]))
@@ -703,13 +665,17 @@ def refuse_member(name: object, member: object) -> None:
         )
 
 
+def has_priorities(members: Mapping[str, ReplayBuffer]) -> bool:
+    """Whether any member is prioritized."""
+    return any(
+        member._initialize().prioritized is not None for member in members.values()
+    )
+
+
 def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
     """Raise a SchemaError if a member stores an entry that batches of the mixture use
     for something else."""
-    is_weighted = any(
-        member._initialize().prioritized is not None for member in members.values()
-    )
-    adds = {"source"} | (Prioritized.report_keys if is_weighted else set())
+    adds = {"source"} | (Prioritized.report_keys if has_priorities(members) else set())
     for name, member in members.items():
         for key in stored_names(member.storage).keys() & adds:
             remedy = (
@@ -725,16 +691,73 @@ class MemberRows(NamedTuple):
 
     rows: TensorDictBase  # with the sampler's report
     normalizer: float | None  # see :func:`normalizer_of`
-    stamps: Tensor | None  # of the rows; None if their storage has none
 
 
-def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
-    """Draw ``count`` rows from a member, and transform them."""
+def normalizer_of(
+    member: ReplayBuffer, report: Mapping[Any, Any] | None
+) -> float | None:
+    """Return the largest importance weight of a member, by which the member divides its
+    weights; None: no division.
+
+    ``report`` is the sampler's report of the member's rows in the batch, or None if the
+    batch has no row of the member.
+    """
+    sampler, rows = member._initialize().prioritized, row_count(member.storage)
+    if sampler is None or not rows or sampler.weight_norm is None:
+        return None
+    if sampler.weight_norm == "buffer":  # of all rows, drawn or not
+        with member._locked():
+            return float((rows * sampler.least_probability()) ** -sampler.beta)
+    if report is None or "priority_weight" not in report:
+        return None
+    drawn = flat_rows(
+        report.get("anchor_index", report["index"]), member.storage, sampler.device
+    )
+    probability = sampler.probability(drawn)
+    likeliest = probability.argmax()
+    # all rows are fresh, and are never drawn otherwise
+    if not probability[likeliest] > 0.0:
+        return 1.0
+    weight = (rows * probability[likeliest]) ** -sampler.beta
+    # which may have underflowed
+    return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))
+
+
+def largest_normalizer(
+    members: Mapping[str, ReplayBuffer], drawn: Mapping[str, float | None]
+) -> float:
+    """Return the largest normalizer of all members; 1 if a member has
+    ``weight_norm=None``.
+
+    ``drawn`` has the normalizers of the members with rows in the batch.
+    """
+    samplers = [member._initialize().prioritized for member in members.values()]
+    if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
+        return 1.0
+    known = [
+        *drawn.values(),
+        *(
+            normalizer_of(member, None)
+            for name, member in members.items()
+            if name not in drawn
+        ),
+    ]
+    return max(
+        [number for number in known if number is not None] + [1.0] * (None in samplers),
+        default=1.0,
+    )
+
+
+def draw_rows_of(member: ReplayBuffer, count: int, is_weighted: bool) -> MemberRows:
+    """Draw ``count`` rows from a member, and transform them; ``is_weighted``: with
+    their stamps, also if the member has no priorities."""
+    stamps = None
     # priorities must not change before the normalizer is known
     with member._locked():
         batch, report = member._drawn(count)
         normalizer = normalizer_of(member, report)
-        stamps = member.storage.stamps(report["index"]) if batch.ndim == 1 else None
+        if is_weighted and batch.ndim == 1 and SAMPLED_AT not in report:
+            stamps = member.storage.stamps(report["index"])
     if not member.include_info:
         merge_(batch, report)
     rows = member._finish(batch, report)[0]
@@ -743,8 +766,32 @@ def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
         raise ValueError(
             f"members must store single transitions, these rows have further batch dims, {inner}"
         )
+    if stamps is not None:
+        set_entries_(rows, {SAMPLED_AT: stamps.to(entries_of(rows)["index"].device)})
     # TorchRL's slices have an index [B, 1]
-    return MemberRows(without_lane(member, rows), normalizer, stamps)
+    return MemberRows(without_lane(member, rows), normalizer)
+
+
+def concatenated(batches: Sequence[Any]) -> TensorDict | None:
+    """Return batches ``[B]`` one after the other; None if they differ in keys, dtypes
+    or shapes, or have entries that are no tensors."""
+    first, *others = map(entries_of, batches)
+    if any(other.keys() != first.keys() for other in others):
+        return None
+    entries: dict[str, Any] = {}
+    for key, value in first.items():
+        values = [value, *(other[key] for other in others)]
+        types = {*map(type, values)}
+        joined = None
+        if types == {TensorDict}:
+            joined = concatenated(values)
+        elif types == {Tensor} and len({(x.dtype, x.shape[1:]) for x in values}) == 1:
+            joined = torch.cat(values)
+        if joined is None:
+            return None
+        entries[key] = joined
+    size = torch.Size([sum(map(len, batches)), *batches[0].shape[1:]])
+    return new_tensordict(entries, size, batches[0].device)
 
 
 def window_of(sampler: Sampler) -> int:
@@ -891,6 +938,8 @@ def refuse_difference(
         return
     (first, known), *others = members.items()
     for name, found in others:
+        if found == known:  # usual
+            continue
         for key in sorted(known.keys() | found.keys()):
             comes_later = any(
                 who in reserved and key not in each

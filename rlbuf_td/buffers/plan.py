@@ -180,9 +180,6 @@ class CompiledPlan(Plan):
         self.draws = (
             partial(draw_from, sampler) if wrapper is None else wrapper.draw_rows
         )
-        #: Whether no wrapper changes rows or entries, and this package draws: no more
-        # rows than wanted, known entries.
-        self.is_plain = wrapper is None and _draws_itself(sampler)
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
@@ -197,7 +194,10 @@ class CompiledPlan(Plan):
         """See :class:`Plan`."""
         live, report = self.ring.numbered(), {}
         if self.draw_into is None:
-            drawn, report = self.draw(size)
+            drawn, report = rows_drawn(self.sampler, self.draws(self.storage, size))
+            # a user's sampler may give every other element of a tensor
+            drawn = drawn.cpu().contiguous()
+            address_of(drawn)  # raises an error if the rows have no memory
             count = drawn.shape[0]
             memory = self.memories.get(count) or self._make(count)
             slot = memory.slots.take()
@@ -214,12 +214,15 @@ class CompiledPlan(Plan):
                 memory.reading.drawn or slot.report,
                 memory.scratch,
             )
-        cells = live[0] if live[1] else self.without_holes(flat)
+        cells = live[0]
+        if not live[1]:  # some cells are holes
+            self.storage.refuse_holes(flat)
+            cells = self.ring.longest * self.ring.lanes
         if self.is_direct:
-            # the kernel alone, where `fill` would only call it
+            # the kernel alone, where the reading would only call it
             kernel, address = memory.kernel, memory.reading.address
             is_filled = (
-                memory.reading.fill(slot, flat, cells, 0, self.count)
+                memory.reading(memory.slots, slot, flat, flat, cells)
                 if kernel is None
                 else kernel(
                     address, flat.data_ptr(), slot.targets, cells, 0, self.count
@@ -248,21 +251,6 @@ class CompiledPlan(Plan):
         if self.wrapper is not None and not self.wrapper.has_checked_order:
             self.wrapper.warn_if_interleaved(self.storage)
         return slot.batch, report
-
-    def draw(self, size: int) -> tuple[Tensor, Info]:
-        """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the
-        sampler adds."""
-        flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
-        # a user's sampler may give every other element of a tensor
-        flat = flat.cpu().contiguous()
-        address_of(flat)  # raises an error if the rows have no memory
-        return flat, info
-
-    def without_holes(self, flat: Tensor) -> int:
-        """Return how many cells may be read, where some are holes; raise an IndexError
-        if one of these was drawn."""
-        self.storage.refuse_holes(flat)
-        return self.ring.longest * self.ring.lanes
 
     def _make(self, count: int) -> _Memory:
         """Make the memory for another number of rows, which a user's sampler, or the
@@ -310,14 +298,6 @@ def plan_of(
         if isinstance(reading, str):
             return TorchPlan(storage, sampler, reading)
         return CompiledPlan(storage, sampler, reading, count)
-
-
-def _draws_itself(sampler: Sampler) -> bool:
-    """Whether the sampler's ``draw`` is a method of this package, not of a user."""
-    draw = getattr(sampler, "draw", None)
-    return (
-        getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
-    )
 
 
 def _why_not_gathered(storage: PackedStorage) -> str:

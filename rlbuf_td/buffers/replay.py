@@ -30,7 +30,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.buffers import minari_data, torchrl_data, waiting, writing
+from rlbuf_td.buffers import torchrl_data, waiting, writing
 from rlbuf_td.buffers.arguments import (
     refuse_class,
     refuse_positional,
@@ -484,60 +484,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.close()
             raise
         return cls(storage=storage, **kwargs)
-
-    @classmethod
-    def from_minari(
-        cls,
-        dataset: Any,
-        capacity: int | None = None,
-        *,
-        infos: bool = False,
-        reward_dtype: torch.dtype | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the
-        extra ``minari``).
-
-        Episodes are read one by one; with ``scratch_dir``, the data set may exceed RAM.
-        The keys of a Dict observation become keys of the row; the first item of a Tuple
-        observation is at ``("observation", "0")``. The last row of an episode holds the
-        final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's
-        id. Entries keep the dtypes of the data set, in which rewards are usually
-        float64.
-
-        Args:
-            dataset: a ``MinariDataset``, or the name of a data set on this machine.
-            capacity: the capacity of the buffer in transitions, default: the size of
-                the data set.
-            infos: whether to store the info that each step returned, at
-                ``("next", "info")``. If the data set also has the infos of resets,
-                ``"info"`` holds the info of each row's observation. All infos must be
-                numeric.
-            reward_dtype: the dtype of rewards, default: unchanged. To mix the data with
-                float32 rewards of a :class:`GymnasiumRecorder`, pass ``torch.float32``.
-            **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``,
-                ``sampler``, ``batch_size``, ...
-
-        Raises:
-            ImportError: Minari is not installed.
-            FileNotFoundError: there is no data set of this name on this machine.
-            TypeError: ``dataset`` is not a data set, or ``reward_dtype`` is not a dtype
-                of torch.
-            ValueError: the data set has no transitions, or more transitions than
-                ``capacity``.
-            SchemaError: an observation, action or info does not consist of numbers (as
-                in ``Text`` spaces), or episodes differ in dtypes or shapes.
-            MemoryError: the rows are larger than RAM.
-            OSError: the disk of ``scratch_dir`` has too little free space.
-
-        Cost: about 1.5 times as long as only reading with Minari.
-
-        Example:
-            >>> from rlbuf_td import ReplayBuffer
-            >>> rb = ReplayBuffer.from_minari("D4RL/door/human-v2", batch_size=256)  # doctest: +SKIP
-        """
-        given: Any = {"infos": infos, "reward_dtype": reward_dtype}
-        return minari_data.import_minari(cls, dataset, capacity, **given, **kwargs)
 
     @classmethod
     def from_torchrl(
@@ -2053,64 +1999,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         reasons = self._compiled_calls().values()
         report["compiled"] = [*reasons].count("") / len(reasons)
         return report if self.flow is None else report | self.flow.report()
-
-    def to_minari(
-        self,
-        dataset_id: str,
-        *,
-        env: object = None,
-        observation_space: object = None,
-        action_space: object = None,
-        **kwargs: object,
-    ) -> Any:
-        """Write all rows as a new Minari data set on this machine (needs the extra
-        ``minari``).
-
-        An episode ends at a ``done`` row, and where ``("collector", "traj_ids")``
-        changes. Environments are written one after the other, each from its oldest to
-        its newest episode. Observations, actions, rewards, ``terminated``,
-        ``truncated`` and infos are written without transforms. Other entries, such as a
-        policy's outputs, are omitted.
-
-        Args:
-            dataset_id: the name of the data set, ``"namespace/name-v0"``.
-            env: the Gymnasium environment, its name or its spec; the data set stores
-                the spec.
-            observation_space: the Gymnasium space of observations, default: that of
-                ``env``.
-            action_space: the Gymnasium space of actions, default: that of ``env``.
-            **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default
-                of ``jpeg_encoding`` is ``False`` here, so that images are stored
-                without loss.
-
-        Returns:
-            the ``MinariDataset``.
-
-        Raises:
-            ImportError: Minari is not installed.
-            ValueError: neither ``env`` nor both spaces are given, the name has no
-                version, a data set of this name exists, or the rows are not in time
-                order. A ValueError is also raised if a next observation differs from
-                the observation in the following row of the episode, because Minari
-                stores only one of them.
-            SchemaError: the rows lack an entry that the data set needs, or an entry has
-                another shape than its space.
-            KeyError: the rows have neither ``done`` flags nor trajectory ids.
-            RuntimeError: the buffer is empty.
-
-        After an error, no new data set is left behind.
-
-        Example:
-            >>> import gymnasium
-            >>> from rlbuf_td import ReplayBuffer
-            >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
-            >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
-        """
-        spaces = minari_data.spaces_of(env, observation_space, action_space)
-        with self._locked():
-            return minari_data.export_minari(
-                self._storage, dataset_id, env, spaces, kwargs
-            )
 
     def __repr__(self) -> str:
         name = type(self).__name__

@@ -157,9 +157,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
         n_step(proportional()), 3, priority="mix"
     ),
     "hindsight": lambda: rl.HindsightSampler(rl.UniformSampler(), reward_fn),
-    "n-step of hindsight": lambda: n_step(
-        rl.HindsightSampler(rl.UniformSampler(), reward_fn)
-    ),
     "rows once in a batch": lambda: rl.UniformSampler(unique=True),
     "young rows": lambda: rl.UniformSampler(max_age=20),
     "minibatches": lambda: rl.MinibatchSampler(2),

@@ -63,16 +63,14 @@ class LastDraw(NamedTuple):
 
     report: Mapping[Any, Any]  # of the sampler
     written: int  # the serial of the next row of the first lane at the draw
-    rows: slice = slice(None)  # those of a mixture's member
 
     @property
     def index(self) -> Any:  # pyrefly: ignore [bad-override]
-        return self.report["index"][self.rows]
+        return self.report["index"]
 
     @property
     def weight(self) -> torch.Tensor | None:
-        weight = self.report.get("priority_weight")
-        return None if weight is None else weight[self.rows]
+        return self.report.get("priority_weight")
 
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}

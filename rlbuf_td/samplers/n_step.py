@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
-from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code, record_of
+from rlbuf_td.kernels.dispatch import compiled_form_of, loop, record_of
 from rlbuf_td.kernels.wrappers import n_step_sums
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
@@ -88,7 +88,8 @@ class NStepSampler(SamplerWrapper):
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories
             alternate, with ids or without.
 
-    Cost: O(B * n). Sums that end at the flags of each agent are made with torch.
+    Cost: O(B * n). Sums over hindsight, and sums that end at the flags of each agent,
+    are made with torch.
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In
     contrast to TorchRL's ``MultiStep``, the buffer stores one-step transitions, so that
     n may change during training.
@@ -160,8 +161,8 @@ class NStepSampler(SamplerWrapper):
         # steps
         else:
             owner = first if owner is None else owner
-            batch = read(flat, owner)
             steps = read(window.flatten(), owner.repeat_interleave(n))
+            batch = cast("TensorDictBase", steps[first * n])
 
         def column(key: tuple[str, ...], step: Tensor) -> Tensor:
             """Return a key of the rows at ``step``, ``[B]`` or ``[B, n]``."""
@@ -247,14 +248,12 @@ class NStepSampler(SamplerWrapper):
             return f"rewards are {reward.dtype}, not float32 or float64"
         if self._flags_of_agents(storage):
             return "sums that end at the flags of each agent are made with torch"
+        if self.takes_goals:
+            return "n-step returns over hindsight are made with torch"
         inner = reading_of(self.sampler, storage, size, is_stamped)
-        if type(inner) is Reading:
-            return _JoinedReading(self, storage, size, is_stamped)
-        return (
-            inner
-            if isinstance(inner, str)
-            else _RevisedSteps(self, storage, size, is_stamped)
-        )
+        if isinstance(inner, str):
+            return inner
+        return _JoinedReading(self, storage, size, is_stamped)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -288,10 +287,8 @@ class _JoinedReading(Reading):
             REWARD if leaf is reward else NEXT if leaf.key[0] == "next" else ROOT
             for leaf in leaves
         ]
-        self.columns = np.column_stack(
-            (kinds, [leaf.dtype.itemsize for leaf in leaves])
-        )
-        self.describe(np.column_stack((self.rows.extents, self.columns)))
+        sizes = [leaf.dtype.itemsize for leaf in leaves]
+        self.describe(np.column_stack((self.rows.extents, kinds, sizes)))
         self.agents = _agents_of(wrapper.reward_key, reward)
         shape = [1] * len(reward.shape)
         if self.agents:
@@ -316,89 +313,17 @@ class _JoinedReading(Reading):
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if self.rows.is_mapped:
             self.rows.ask_for(flat)
-        at, steps = flat.data_ptr(), self.steps_of(slot, self.wrapper.n_steps)
-        if not self.kernel(
-            self.storage.episodes_now().address,
-            self.address,
-            at,
-            slot.targets,
-            steps,
-            live,
-        ):
+        steps = slot.report["steps_to_next_obs"]
+        taken = self.taken if self.agents else steps
+        settings = self.wrapper.n_steps, self.wrapper.gamma
+        _SET.pack_into(self.joined_bytes, 0, *settings, taken.data_ptr())
+        places = self.address, flat.data_ptr(), slot.targets
+        episodes = self.storage.episodes_now().address
+        if not self.kernel(episodes, *places, self.joined_at, live):
             return False
         if self.observations:
-            self.entry_kernel(
-                self.address, at, slot.targets, self.ends_at, self.observations
-            )
-        self.tell_agents_(slot)
-        return True
-
-    def tell_agents_(self, slot: BatchSlot) -> None:
-        """Give all agents the number of steps that their sums share."""
+            self.entry_kernel(*places, self.ends_at, self.observations)
         if self.agents:
-            steps = slot.report["steps_to_next_obs"]
-            steps.copy_(self.taken.view(-1, *[1] * (steps.ndim - 1)))
-
-    def steps_of(self, slot: BatchSlot, n: int) -> int:
-        """Return the address of a ``STEPS`` record for a batch."""
-        taken = self.taken if self.agents else slot.report["steps_to_next_obs"]
-        _SET.pack_into(self.joined_bytes, 0, n, self.wrapper.gamma, taken.data_ptr())
-        return self.joined_at
-
-
-class _RevisedSteps(_JoinedReading):
-    """Joins steps whose rewards and flags the wrapped sampler revises: reads the rows
-    of all steps."""
-
-    def __init__(
-        self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> None:
-        from rlbuf_td.kernels.wrappers import cpu as kernels
-
-        super().__init__(wrapper, storage, size, is_stamped)
-        # of tensors, which have all leaves
-        self.describe(np.column_stack((self.rows.layout.extents, self.columns)))
-        self.flags = self.targets_of(wrapper.episodes_of(storage).flags)
-        self.list_steps = loop("wrappers.cpu", "list_steps")
-        self.kernel = machine_code(kernels.join_steps, ends=self.flags)
-        self._read_steps()
-        self.entries = [*self.entries, *self.inner.entries]
-
-    def _read_steps(self) -> None:
-        """Make the memory for the rows of all steps."""
-        # 0 until all memory is there: otherwise, the next call tries again
-        n, self.n = self.wrapper.n_steps, 0
-        self.inner = cast(
-            "Reading",
-            reading_of(self.wrapper.sampler, self.storage, self.size * n, False),
-        )
-        self.slots_of_steps = BatchSlots(
-            self.rows.layout, self.inner.named(), self.inner.size
-        )
-        self.listed = torch.zeros(self.size * n, dtype=torch.int64, device="cpu")
-        self.n = n
-
-    def __call__(
-        self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
-    ) -> bool:
-        """See :class:`~rlbuf_td.samplers.reading.Reading`."""
-        if self.wrapper.n_steps != self.n:
-            self._read_steps()
-        # Not the wrapper's number: another thread may set a larger number of steps than
-        # there is memory for.
-        at, steps, read = (
-            flat.data_ptr(),
-            self.steps_of(slot, self.n),
-            self.slots_of_steps.take(),
-        )
-        episodes, listed = self.storage.episodes_now().address, self.listed
-        if not self.list_steps(
-            episodes, self.address, at, listed.data_ptr(), slot.targets, steps, live
-        ):
-            return False
-        self.inner(self.slots_of_steps, read, listed, drawn, live)
-        self.kernel(self.address, slot.targets, read.targets, steps, self.flags)
-        self.tell_agents_(slot)
-        for name, _ in self.inner.entries:
-            slot.report[name].copy_(read.report[name][:: self.n])
+            # all agents share the number of steps
+            steps.copy_(taken.view(-1, *[1] * (steps.ndim - 1)))
         return True

@@ -192,28 +192,18 @@ class Reading:
 
         Each of the ``drawn`` rows has been expanded to equally many rows.
         """
-        return self.fill(slot, flat, live, 0, self.size)
+        if self.rows.is_mapped:
+            self.rows.ask_for(flat)
+        places = self.address, flat.data_ptr(), slot.targets
+        gather = partial(self.kernel, *places, live)
+        is_filled = all_parts(gather, 0, self.size, self.size * self.row_bytes)
+        if is_filled and self.observations:
+            self.entry_kernel(*places, self.observations)
+        return is_filled
 
     def single_call(self, count: int) -> Any:
         """Return the loop that fills a batch of ``count`` rows in one call; None if
-        :meth:`fill` does more."""
+        this reading does more."""
         is_small = count * self.row_bytes < LARGE
         does_more = self.rows.is_mapped or self.observations
         return self.kernel if is_small and not does_more else None
-
-    def fill(
-        self, slot: BatchSlot, flat: Tensor, live: int, begin: int, end: int
-    ) -> bool:
-        """Fill the rows ``begin`` to ``end - 1`` of a batch with those rows of
-        ``flat``; see :meth:`__call__`."""
-        if self.rows.is_mapped:
-            self.rows.ask_for(flat[begin:end])
-        given = self.address, flat.data_ptr(), slot.targets
-        nbytes = (end - begin) * self.row_bytes
-        if nbytes < LARGE:
-            found = self.kernel(*given, live, begin, end)
-        else:
-            found = all_parts(partial(self.kernel, *given, live), begin, end, nbytes)
-        if found and self.observations:
-            self.entry_kernel(*given, begin, end, self.observations)
-        return found

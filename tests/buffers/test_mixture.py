@@ -104,7 +104,6 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
         check(mixed, batch)
         assert torch.bincount(batch["source"]).tolist() == [32, 32]
         mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
-    assert bool(mixed._plans) == (not lanes)
     mixed.sampler.demos = 0.25
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
 
@@ -131,7 +130,17 @@ def test_members_may_hold_observations_once_and_rows_in_files(kind, tmp_path):
         assert torch.equal(
             batch["next", "observation"][:, 0] == 1.0, batch["number"] % 1_000 == 19
         )
-    assert mixed._plans
+
+
+def test_groups_of_agents_keep_their_batch_dims():
+    agents = TensorDict({"x": torch.arange(8.0).view(4, 2)}, [4, 2])
+    members = {name: ReplayBuffer(storage=PackedStorage(4)) for name in ("a", "b")}
+    for rb in members.values():
+        rb.extend(TensorDict({"agents": agents}, [4]))
+    batch = ReplayBufferMixture(members, {"a": 1, "b": 1}, batch_size=6).sample()
+    alone = members["a"].sample(6)
+    sizes = [each.get("agents").batch_size for each in (batch, alone)]
+    assert sizes == [(6, 2), (6, 2)]
 
 
 def test_members_may_have_unlike_numbers_of_lanes():

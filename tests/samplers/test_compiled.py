@@ -16,7 +16,6 @@ from rlbuf_td import (
     HindsightSampler,
     NStepSampler,
     ProportionalSampler,
-    RankSampler,
     SequenceSampler,
     UniformSampler,
 )
@@ -108,10 +107,6 @@ def made_by(maker: Maker, folder: Path) -> Any:
 # -- batches of a compiled plan, and those of a plan of torch forms
 
 
-def hindsight(inner: Any, **given: Any) -> HindsightSampler:
-    return HindsightSampler(inner, reward_fn, **given)
-
-
 def reward_fn(batch: Any) -> torch.Tensor:
     distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
     return -distance * (1 + batch["action"] % 3) / 8
@@ -119,6 +114,10 @@ def reward_fn(batch: Any) -> torch.Tensor:
 
 def terminated_fn(batch: Any) -> torch.Tensor:
     return (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1)
+
+
+def hindsight(inner: Any, reward: Any = reward_fn, **given: Any) -> HindsightSampler:
+    return HindsightSampler(inner, reward, **given)
 
 
 per = ProportionalSampler
@@ -138,15 +137,6 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "hindsight": lambda n: hindsight(per(n), terminated_fn=terminated_fn),
     "random goals": lambda n: hindsight(
         UniformSampler(), strategy={"episode": 0.5, "random": 0.5}
-    ),
-    "n-step of hindsight": lambda n: NStepSampler(
-        hindsight(per(n), terminated_fn=terminated_fn), 4, 0.9
-    ),
-    "n-step of goals by rank": lambda n: NStepSampler(
-        hindsight(RankSampler(n), strategy="final"), 2, 1.0
-    ),
-    "one step of random goals": lambda n: NStepSampler(
-        hindsight(UniformSampler(), strategy="random"), 1, 0.9
     ),
 }
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -213,28 +203,7 @@ def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp
     )
 
 
-def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable(tmp_path):
-    maker = FORMS["rows"].of(KINDS["n-step of hindsight"])
-    rb = made_by(maker, tmp_path)
-    for number in range(4):
-        maker.run(rb, number)
-    rb.sampler.n_steps = 1 << 50
-    for _ in range(3):
-        with pytest.raises((RuntimeError, MemoryError)):
-            rb.sample()
-    rb.sampler.n_steps = 3
-    for _ in range(3):
-        assert rb.sample()["steps_to_next_obs"].max() <= 3
-
-
-@pytest.mark.parametrize(
-    "outer",
-    [
-        lambda inner: NStepSampler(inner, 3, 0.9),
-        lambda inner: SequenceSampler(inner, 4),
-    ],
-)
-def test_a_reward_function_may_move_its_batch_but_not_free_it(outer, tmp_path):
+def test_a_reward_function_may_move_its_batch_but_not_free_it(tmp_path):
     change: list[Any] = []
 
     def reward(batch: Any) -> torch.Tensor:
@@ -245,7 +214,7 @@ def test_a_reward_function_may_move_its_batch_but_not_free_it(outer, tmp_path):
         return found
 
     samplers = [
-        lambda rows, fn=fn: outer(HindsightSampler(UniformSampler(), fn))
+        lambda rows, fn=fn: SequenceSampler(hindsight(UniformSampler(), fn), 4)
         for fn in (reward, reward_fn)
     ]
     makers = [FORMS["rows"].of(sampler) for sampler in samplers]

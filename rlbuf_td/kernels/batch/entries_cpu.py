@@ -21,7 +21,7 @@ def _rows(batch):
 
 
 @kernel
-def read_entries(address, flat, targets, begin, end, entries):
+def read_entries(address, flat, targets, entries):
     """Copy the observations of rows with the indices at ``flat`` to the batch's
     tensors; see ``gather_rows``."""
     batch = batch_at(address)
@@ -29,8 +29,8 @@ def read_entries(address, flat, targets, begin, end, entries):
         entries,
         carray(pointer(targets), batch.leaves, np.int64),
         flat,
-        begin,
-        end,
+        np.int64(0),
+        batch.count,
         _rows(batch),
         _WHOLE,
     )

@@ -132,13 +132,13 @@ def walk(of, cell, n):
 
 
 @inlined
-def put_sum(target, rewards, cell, step, cells, count, gamma):
-    """Write the discounted sum of ``count`` rewards, of every ``step``-th of the
-    ``cells`` of a ring, to ``target``."""
+def put_sum(target, rewards, of, cell, count, gamma):
+    """Write the discounted sum of ``count`` rewards, from row ``cell`` on, to
+    ``target``."""
     # as with torch's ``cumsum``, -0.0 becomes 0.0
     total, discount = 0.0 + _reward_at(rewards, cell), 1.0
     for _ in range(1, count):
-        cell = cell + step if cell + step < cells else cell + step - cells
+        cell = following(of, cell)
         discount *= gamma
         total += discount * _reward_at(rewards, cell)
     if rewards.is_double:
@@ -196,95 +196,9 @@ def n_step(episodes, address, flat, targets, steps, live):
                 continue
             for part in range(0, width, size):
                 rewards = Rewards(rows + offset + part, row_bytes, size == 8)
-                put_sum(
-                    target + part,
-                    rewards,
-                    cell,
-                    of.lanes,
-                    of.steps * of.lanes,
-                    length,
-                    gamma,
-                )
+                put_sum(target + part, rewards, of, cell, length, gamma)
     put_report(batch, first, targets, 0, len(first))
     return True
-
-
-@kernel
-def list_steps(episodes, address, flat, listed, targets, steps, live):
-    """Write the rows of the ``STEPS.n`` steps from each row on to address ``listed``,
-    and their number in a trajectory.
-
-    After the end of the trajectory, its last row is repeated; the numbers, which do not
-    count these rows, are written to ``STEPS.taken``.
-    """
-    of, batch, joined = (
-        numbers_at(episodes),
-        batch_at(address),
-        carray(pointer(steps), 1, STEPS)[0],
-    )
-    n, first = joined.n, carray(pointer(flat), batch.count, np.int64)
-    if not are_written(first, live):
-        return False
-    for i in range(batch.count):
-        if i + _SOON < batch.count:
-            expect(of, first[i + _SOON])
-        cell, (length, _) = first[i], walk(of, first[i], n)
-        store(joined.taken + 8 * i, length, np.int64)
-        for k in range(n):
-            store(listed + 8 * (i * n + k), cell, np.int64)
-            if k + 1 < length:
-                cell = following(of, cell)
-    # now: a reward function may write before the steps are joined
-    put_report(batch, first, targets, 0, len(first))
-    return True
-
-
-@kernel
-def join_steps(address, targets, read, steps, ends):
-    """Join the rows of :func:`list_steps`, which have been read to the tensors at
-    ``read``, to n-step transitions.
-
-    ``ends``, ``[m, 2]``, holds the leaf numbers and sizes of the flags that end a sum
-    of rewards.
-    """
-    batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
-    leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
-    out, found = (
-        carray(pointer(targets), batch.leaves, np.int64),
-        carray(pointer(read), batch.leaves, np.int64),
-    )
-    for i in range(batch.count):
-        most, length, first = load(joined.taken + 8 * i, np.int64), 1, i * joined.n
-        while length < most and not _has_ended(found, ends, first + length - 1):
-            length += 1
-        store(joined.taken + 8 * i, length, np.int64)
-        for leaf in range(batch.leaves):
-            width, kind, size = leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
-            row = first if kind == ROOT else first + length - 1
-            copy_few(out[leaf] + i * width, found[leaf] + row * width, width)
-            if kind == REWARD:
-                for part in range(0, width, size):
-                    rewards = Rewards(
-                        found[leaf] + first * width + part, width, size == 8
-                    )
-                    put_sum(
-                        out[leaf] + i * width + part,
-                        rewards,
-                        0,
-                        1,
-                        length,
-                        length,
-                        joined.gamma,
-                    )
-
-
-@inlined
-def _has_ended(found, ends, row):
-    for flag in range(ends.shape[0]):
-        for feature in range(ends[flag, 1]):
-            if load(found[ends[flag, 0]] + row * ends[flag, 1] + feature, np.uint8):
-                return True
-    return False
 
 
 @kernel
