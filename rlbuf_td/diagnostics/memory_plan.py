@@ -3,9 +3,8 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,10 +144,6 @@ class MemoryPlan:
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Column, Table
-        from rich.text import Text
-
         sizes = self.keys | {
             f"{key} shared": -nbytes for key, nbytes in self.saved.items()
         }
@@ -158,28 +153,17 @@ class MemoryPlan:
             "priorities": self.priorities,
         }
         sizes |= {"trajectory index": self.trajectories, "total": self.total}
-        columns = (
-            Column(name, justify="right") for name in ("bytes/row", "all rows", "")
-        )
-        table = Table(Column(overflow="fold"), *columns, box=None, padding=(0, 2))
+        table = [("", "bytes/row", "all rows", "")]
         for name, nbytes in sizes.items():
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
-            table.add_row(
-                Text(name),
-                number,
-                size,
-                "" if name in _SUMS else f"{nbytes / self.rows:.0%}",
-            )
-        text = StringIO()
-        Console(file=text, width=80, color_system=None, force_jupyter=False).print(
-            table
-        )
+            share = "" if name in _SUMS else f"{nbytes / self.rows:.0%}"
+            table.append((name, number, size, share))
         lines = [
             f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}",
             "",
         ]
-        lines += [*map(str.rstrip, text.getvalue().splitlines()), ""]
+        lines += [*_aligned(table), ""]
         lines.append(f"{self.place.words()}: {'fits' if self.fits else 'does not fit'}")
         if not self.fits:
             lines += [
@@ -188,6 +172,17 @@ class MemoryPlan:
                 *(f"  - {way}" for way in self.remedy.splitlines()),
             ]
         return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: names on the left, numbers on the right of their
+    columns."""
+    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
+    for name, *numbers in table:
+        cells = [
+            number.rjust(width) for number, width in zip(numbers, others, strict=True)
+        ]
+        yield "    ".join(["  " + name.ljust(first), *cells]).rstrip()
 
 
 def plan(
