@@ -2250,8 +2250,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
         Raises:
             ValueError: the rows are on a CUDA device.
-            MemoryError: the written rows or the priorities do not fit into shared
-                memory; nothing has changed.
+            MemoryError: the written rows do not fit into RAM a second time.
+            OSError: the priorities do not fit into ``/dev/shm``. Nothing has changed.
             RuntimeError: the operating system has no locks that survive the death of a
                 process (Windows).
         """

@@ -61,7 +61,7 @@ from rlbuf_td.storages.memory import (
     allocate_bytes,
     delete_rows_file,
 )
-from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
+from rlbuf_td.storages.memory_budget import SHARED, require_room
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
@@ -104,11 +104,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_COPY = Purpose(
+_COPY = (
     "A copy of the written rows in shared memory takes",
     "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
 )
-_PARTS = Purpose(
+_PARTS = (
     "Priorities and trajectories of a shared buffer take",
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
 )
@@ -1455,11 +1455,7 @@ class PackedStorage(LazyTensorStorage):
         nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
         sparse = None if sections is None else (sections.likely, sections.fixed)
         what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
-        purpose = Purpose(
-            what + (" with what they share" if dedup else ""),
-            self._remedy(layout),
-            self.is_reserved,
-        )
+        what += " with what they share" if dedup else ""
         # rows without a description hold no data
         if folder is not None and (self.existsok or self.reopen):
             (folder / ROWS_FILE).unlink(missing_ok=True)
@@ -1471,7 +1467,13 @@ class PackedStorage(LazyTensorStorage):
                 else None
             )
             memory = allocate_bytes(
-                nbytes, place, purpose, scratch_dir=folder, shared=shared, sparse=sparse
+                nbytes,
+                place,
+                what,
+                self._remedy(layout),
+                scratch_dir=folder,
+                shared=shared,
+                sparse=sparse,
             )
             # For longer rows, huge pages cost more at the first write than they save in
             # reads.
@@ -1663,8 +1665,8 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             ValueError: the rows are not on the CPU.
-            MemoryError: the written rows do not fit into shared memory a second time,
-                or the priorities do not fit there; nothing has changed.
+            MemoryError: the written rows do not fit into RAM a second time.
+            OSError: the priorities do not fit into ``/dev/shm``. Nothing has changed.
         """
         self._refuse_sharing()
         import_kernels()
@@ -1674,7 +1676,7 @@ class PackedStorage(LazyTensorStorage):
                     each._complete_reserved()
             parts = [*self._parts()]
             nbytes = sum(getattr(part, "bytes_to_share", 0) for part in parts)
-            require_room(nbytes, torch.device("cpu"), _PARTS, room_of=shared_tensors)
+            require_room(nbytes, torch.device("cpu"), *_PARTS, SHARED)
             if self.shared_rows is None:
                 self._move_rows()
             self.keys.share_memory_()
@@ -1720,7 +1722,7 @@ class PackedStorage(LazyTensorStorage):
             written = self.written_rows()
             entries = written.used_entries()
             nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
-            require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
+            require_room(nbytes, torch.device("cpu"), *_COPY, None)
             rows = self.map_rows(rows.layout, rows.shape, rows.dedup, shared.file)
             rows.restore_(written.matrix, entries)
         self.shared_rows = shared

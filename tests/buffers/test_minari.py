@@ -192,7 +192,7 @@ def test_memory_is_planned_before_more_than_an_episode_is_read(monkeypatch):
     monkeypatch.setattr(dataset, "iterate_episodes", lambda: episodes)
     monkeypatch.setattr(memory_budget, "_WORTH_A_LOOK", 0)
     monkeypatch.setattr(
-        memory_budget, "ram", lambda: memory_budget.Room("RAM", 100, 100)
+        memory_budget, "room_for", lambda *_: memory_budget.Room("RAM", 100, 100)
     )
     with pytest.raises(MemoryError, match=r"rows of \d+ bytes take .* of RAM are free"):
         ReplayBuffer.from_minari(dataset)
