@@ -2160,26 +2160,24 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Replace the rows and the state of this buffer by those of a dump that
         :meth:`dumps` has written.
 
-        With equal capacities, this buffer then draws the batches that the saved buffer
-        would have drawn next. If the saved buffer had no ``generator``, equal batches
-        also need the state of torch's default generator, ``torch.get_rng_state()``.
-        Checksums of all files are verified first, and no code from the dump is
-        executed.
+        This buffer then draws the batches that the saved buffer would have drawn next.
+        If the saved buffer had no ``generator``, equal batches also need the state of
+        torch's default generator, ``torch.get_rng_state()``. Checksums of all files are
+        verified first, and no code from the dump is executed.
 
         Storage, sampler and writer must have the same classes as in the saved buffer;
         ``prefetch``, ``device`` and transforms may differ. This buffer keeps its own
-        transforms as they are, unless ``transforms`` is set. A :class:`PackedStorage` may
-        have another capacity, but not in a :class:`RolloutBuffer`, and not with
-        ``track_generations=True`` (``rows_only`` loads these rows). The rows are then
-        read into RAM and written to this buffer in order of age, with their priorities;
-        epochs begin anew, and all rows are fresh. If the saved rows exceed the
-        capacity, the oldest are dropped, with a warning. A load ends unfinished
-        trajectories that have ids (``("collector", "traj_ids")``), because new
-        collectors may use the same ids again. Batches that were drawn ahead are drawn
-        anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips them in
-        this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the
-        saved counts if its settings are the same; otherwise the rows count as written,
-        and as sampled as often as ``samples_per_insert`` asks.
+        transforms as they are, unless ``transforms`` is set. Capacity, lanes, and
+        deduplicated keys must be those of the saved storage; to change them, load the
+        dump into a buffer of its own kind, ``old``, and copy the rows,
+        ``new.extend(old.chronological())``, or with lanes
+        ``new.extend(old.lane(e).chronological(), lanes=e)`` for each. A load ends
+        unfinished trajectories that have ids (``("collector", "traj_ids")``), because
+        new collectors may use the same ids again. Batches that were drawn ahead are
+        drawn anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips
+        them in this epoch (use a :class:`MinibatchSampler`). Flow control goes on from
+        the saved counts if its settings are the same; otherwise the rows count as
+        written, and as sampled as often as ``samples_per_insert`` asks.
 
         Other buffers over the same storage treat the loaded rows as new ones: all get
         the priority of new rows before any TD error, epochs begin anew, all rows are

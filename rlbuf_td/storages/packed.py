@@ -64,11 +64,11 @@ from rlbuf_td.storages.memory import (
 from rlbuf_td.storages.memory_budget import SHARED, require_room
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
-from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
+from rlbuf_td.storages.ring import Ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass, unwrap
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
-from rlbuf_td.storages.saved import Moves, SavedRows
+from rlbuf_td.storages.saved import SavedRows
 from rlbuf_td.storages.schema import (
     Leaf,
     SchemaError,
@@ -113,10 +113,6 @@ _PARTS = (
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
 )
 _STATE_FILE = "storage.pt"
-_AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
-_OTHER_CAPACITY = (
-    "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
-)
 _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
 _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
@@ -1814,7 +1810,7 @@ class PackedStorage(LazyTensorStorage):
         trajectories go on."""
         self.prepare_load(content)()
 
-    def prepare_load(self, content: State) -> Callable[[], Moves | None]:
+    def prepare_load(self, content: State) -> Callable[[], None]:
         """Check a state, and read what can be read before the rows are replaced; the
         result replaces them.
 
@@ -1825,67 +1821,11 @@ class PackedStorage(LazyTensorStorage):
             return self.remove_rows
         return partial(saved.put, saved.read())
 
-    def load_newest(self, source: PackedStorage) -> Moves:
-        """Replace the rows by the newest rows of ``source``, in RAM, that fit.
-
-        They lie in the same cells if the capacities are equal; otherwise, those of each
-        lane from slot 0 on. Return their cells in ``source``, and in this storage,
-        ``[n]`` each.
-        """
-        layout, dedup, device = source.all_rows().layout, source.dedup, source.device
-        self.remove_rows()
-        if self.rows is not None and self.rows.layout != layout:
-            self.release()
-        if self.rows is None:
-            self.adopt(
-                self.make_rows(
-                    layout, source.lanes, device, self.dedup_for(layout, dedup)
-                )
-            )
-        self.is_reserved = source.is_reserved
-        self.take_class(source.row_class)
-        rows, ring, theirs = self.all_rows(), self.ring, source.ring
-        count = np.minimum(theirs.count, ring.steps)
-        first = theirs.written - count
-        # > 0: rows before are gone
-        ring.skip(first if ring.steps == theirs.steps else ring.steps * (first > 0))
-        since, to = (
-            theirs.cells_from(first, count),
-            ring.cells_from(ring.written, count),
-        )
-        steps = int(extents(ring.tail, ring.written + count, ring.steps).max())
-        if len(to) < steps * ring.lanes:
-            rows.matrix[:steps].zero_()  # some are holes
-        size = max(1, _AT_ONCE // layout.row_bytes)
-
-        def copy() -> None:
-            head = ring.serials
-            for part, cells in zip(since.split(size), to.split(size), strict=True):
-                rows.append_(cells.numpy(), source.all_rows().leaves_at(part), head)
-                head[1] += np.bincount(cells.numpy() % ring.lanes, minlength=ring.lanes)
-
-        if len(to):
-            lanes = np.flatnonzero(count)
-            self.publish(lanes, count[lanes], copy)
-        if theirs.is_estimated:
-            ring.mark_estimated(theirs.value_rows)
-        saved = (
-            None if source.episodes is None else source.episodes.saved(theirs.longest)
-        )
-        if saved is not None:
-            back = torch.zeros(ring.lanes, steps, dtype=torch.int32, device="cpu")
-            back[to % ring.lanes, to // ring.lanes] = saved["back"][
-                since % ring.lanes, since // ring.lanes
-            ]
-            saved["back"] = back
-        self.load_episodes(saved)
-        return since, to
-
     def examine(self, content: State, folder: Path | None = None) -> SavedRows | None:
         """Check a state before it is loaded; return its rows, or None if it has no rows
         to load.
 
-        Without a ``folder`` of files, rows keep their cells, or are refused.
+        ``folder`` is that of the files of a dump.
         """
         with state_of(self):
             if "layout" not in content:
@@ -1898,20 +1838,7 @@ class PackedStorage(LazyTensorStorage):
             if content.get("reserved", False) and self.rows is not None:
                 return None
             RowClass.refuse_state(content.get("row_class"))
-            saved, (tail, written, _) = (
-                SavedRows(self, content, folder),
-                content["ring"]["head"],
-            )
-            own, steps = saved.capacity, saved.steps
-            moves = (
-                (tail % steps > 0) | (written - tail == steps) | (written - tail > own)
-            )
-            if folder is None and steps != own and bool(moves.any()):
-                raise ValueError(
-                    f"the rows of a full buffer, with gaps, or of more than {own} time steps were saved with a "
-                    f"capacity of {steps} time steps, not {own}; {_OTHER_CAPACITY}"
-                )
-            return saved
+            return SavedRows(self, content, folder)
 
     @staticmethod
     def of_state(content: State) -> PackedStorage:

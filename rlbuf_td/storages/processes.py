@@ -158,7 +158,7 @@ class SharedRows(Attached):
         if storage.steps_for(lanes) != shape[0]:
             raise ValueError(
                 f"{where} capacity {prod(shape)}, not {storage.max_size}: reopen them with "
-                f"max_size={prod(shape)}; rb.dumps and rb.loads transfer rows into another capacity"
+                f"max_size={prod(shape)}"
             )
 
     def entered(self) -> None:
