@@ -117,7 +117,7 @@ from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
-from rlbuf_td.storages.row_class import unwrap
+from rlbuf_td.storages.row_class import unwrap, wrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.tensordict_fast import plain_entries
@@ -842,8 +842,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         batch, info = self._make_batch(as_size(size), permission)
         if row_class is not None or not include_info:
             batch = parts.without_report(batch, info)
-        if row_class is not None:
-            batch = row_class.wrap(batch)
+        batch = wrap(batch, row_class)
         first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
         with self._replay_lock:
             self._count_returned(first.numel() if parts.gives_windows else len(first))
@@ -1278,17 +1277,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if not data:
                 raise ValueError("extend needs at least one transition, got none")
             data = stacked(data, self.dim_extend if lanes is None else 0)
-        found, row_class = unwrap(data, self._lead_dims(how, lanes))
-        if not isinstance(found, TensorDictBase):
+        rows, row_class = unwrap(data, self._lead_dims(how, lanes))
+        if not isinstance(rows, TensorDictBase):
             writing.refuse_other_data(how, data)
         before = storage.row_class
-        if row_class is not None or not isinstance(data, TensorDictBase):
+        if row_class is not None:
             storage.take_class(row_class)
         try:
-            return self._write(found, how, update_priority, lanes)
+            return self._write(rows, how, update_priority, lanes)
         except Exception:
             if not len(storage):
-                storage.take_class(before)
+                storage.row_class = before
             raise
 
     @contextmanager
@@ -2030,9 +2029,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             cells = ring.newest_cells(taken).view(len(counts), -1).t().flatten()
             data = storage.gather(cells.to(storage.device))
         data = data if flat or lane is not None else data.view(-1, *storage.lanes)
-        return self._transformed(
-            data if storage.row_class is None else storage.row_class.wrap(data)
-        )
+        return self._transformed(wrap(data, storage.row_class))
 
     def health(self) -> dict[str, float]:
         """Return statistics of the buffer and its batches as a flat dict;

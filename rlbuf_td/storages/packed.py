@@ -65,7 +65,7 @@ from rlbuf_td.storages.memory_budget import SHARED, require_room
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, refuse_stamps
-from rlbuf_td.storages.row_class import RowClass, unwrap
+from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.saved import SavedRows
@@ -719,12 +719,8 @@ class PackedStorage(LazyTensorStorage):
         with self.lock:  # no row of a copy is half written
             if self.has_estimates:  # saves a microsecond of all other reads
                 self.complete(as_tuple(index) if is_key(index) else None)
-            found = self.read(index)
-        return (
-            found
-            if self.row_class is None or is_key(index)
-            else self.row_class.wrap(found)
-        )
+            rows = self.read(index)
+        return rows if is_key(index) else wrap(rows, self.row_class)
 
     def read(self, index: Any) -> Any:
         """Return the transitions at ``index`` as :meth:`get` does, but always as a
@@ -1375,8 +1371,6 @@ class PackedStorage(LazyTensorStorage):
                 f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
                 f"(time, lanes), got batch size {tuple(data.batch_size)}"
             )
-        if self.row_class is not None:
-            self.row_class.refuse_other(data)
         if (
             self.lanes_wanted is not None
             and self.lanes_wanted != data.batch_size[lead_dims - 1]
@@ -1411,20 +1405,17 @@ class PackedStorage(LazyTensorStorage):
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if
-        other rows have another class.
-
-        ``None`` stands for TensorDicts, which are rows of any class.
-        """
+        other rows have another class."""
         with self.lock:
             if not len(self):
-                # of a reserved or emptied storage
-                if row_class is not None and self.rows is not None:
-                    row_class.refuse_other(self.rows.view())
                 self.row_class = row_class
-            elif row_class is not None and row_class != self.row_class:
-                own = "TensorDict" if self.row_class is None else self.row_class.name
+            elif row_class != self.row_class:
+                names = [
+                    "TensorDict" if kind is None else kind[-1][-1] if kind else "Tensor"
+                    for kind in (row_class, self.row_class)
+                ]
                 raise SchemaError(
-                    f"cannot write {row_class.name}: the rows of this storage are read as {own}"
+                    f"cannot write {names[0]}: the rows of this storage are read as {names[1]}"
                 )
 
     def steps_for(self, lanes: torch.Size) -> int:
@@ -1776,7 +1767,7 @@ class PackedStorage(LazyTensorStorage):
             else self.episodes.saved(self.ring.longest),
             "layout": rows.layout.state(),
             "rows": self.written_rows().given,
-            "row_class": None if self.row_class is None else self.row_class.state(),
+            "row_class": self.row_class,
         }
         if rows.dedup is not None:
             found |= {
@@ -1837,7 +1828,6 @@ class PackedStorage(LazyTensorStorage):
                 return None
             if content.get("reserved", False) and self.rows is not None:
                 return None
-            RowClass.refuse_state(content.get("row_class"))
             return SavedRows(self, content, folder)
 
     @staticmethod
@@ -1865,7 +1855,7 @@ class PackedStorage(LazyTensorStorage):
         """Restore the counters of a state, whose rows are here; updates skip all
         batches that were sampled before."""
         self.is_reserved = content.get("reserved", False)
-        self.row_class = RowClass.of_state(content.get("row_class"))
+        self.row_class = content["row_class"]
         self.ring.load(content["ring"], self.all_rows().matrix.device)
         self._bump_mutation_revision()
         self.load_episodes(content.get("episodes"))

@@ -27,7 +27,7 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
 from rlbuf_td.storages.memory import HeadFile, NamelessFile, SharedFile
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.row_class import RowClass
+from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.rows import Rows
 
 if TYPE_CHECKING:
@@ -99,9 +99,7 @@ class SharedRows(Attached):
                 torch.Size(found["shape"]),
             )
             self._refuse_other(shape)
-            storage.row_class = storage.row_class or RowClass.of_state(
-                found.get("row_class")
-            )
+            storage.row_class = loaded(found["row_class"])
             dedup = saved_dedup(layout, found)
             storage.adopt(storage.map_rows(layout, shape, dedup, self.file))
 
@@ -111,9 +109,8 @@ class SharedRows(Attached):
         description: dict[str, Any] = {
             "layout": made.layout.state(),
             "shape": list(made.shape),
+            "row_class": self.storage.row_class,
         }
-        if self.storage.row_class is not None:
-            description["row_class"] = self.storage.row_class.state()
         if made.dedup is not None:
             description["deduplicated"] = made.dedup.state()
         text = torch.frombuffer(

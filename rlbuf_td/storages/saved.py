@@ -16,6 +16,7 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.ring import refuse_ring
+from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.schema import SchemaError, show_key
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class SavedRows:
                 else self.matrix.read()
             )
             refuse_foreign(self.dedup, self.matrix, self.entries, ring)
-        self.content = content | {"rows": self.matrix}
+        row_class = loaded(content["row_class"])
+        self.content = content | {"rows": self.matrix, "row_class": row_class}
 
     def _refuse_others(self, content: State) -> None:
         """Raise an error for rows that do not fit the storage, and for numbers that do
