@@ -27,13 +27,7 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory_budget import (
-    Room,
-    room_for,
-    shared_rows,
-    shared_tensors,
-    show_bytes,
-)
+from rlbuf_td.storages.memory_budget import SHARED, Room, room_for, show_bytes
 from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
@@ -138,9 +132,8 @@ class MemoryPlan:
         """The bytes that the buffer needs in each memory."""
         if self.place.place == self.memory.place:
             return [(self.place, self.total)]
-        # priorities are in this memory, too
-        in_both = self.place.place == shared_rows().place
-        rows = self.total if in_both else self.rows
+        # what lies in /dev/shm takes RAM, too
+        rows = self.total if self.place.place == "RAM" else self.rows
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
@@ -264,12 +257,8 @@ def plan(
         trajectories=8 * steps * lanes + 16 * lanes
         if any(leaf.key[-1] in _ENDS for leaf in layout.leaves)
         else 0,
-        place=room_for(
-            device,
-            scratch_dir=None if scratch_dir is None else Path(scratch_dir),
-            shared=shared,
-        ),
-        memory=shared_tensors() if shared else room_for(device),
+        place=room_for(device, None if scratch_dir is None else Path(scratch_dir)),
+        memory=room_for(device, SHARED if shared else None),
         dedup=dedup,
     )
 

@@ -313,13 +313,6 @@ BREAKS = [
         "tests/test_goes_on.py -k dump",
     ),
     Break(
-        "a smaller buffer loads the oldest rows",
-        "storages/packed.py",
-        "first = theirs.written - count\n",
-        "first = theirs.tail.copy()\n",
-        "tests/checkpoint/test_dumps.py -k move_together",
-    ),
-    Break(
         "a damaged file is loaded",
         "checkpoint/files.py",
         "if chunk_name(data) != name:",
