@@ -61,9 +61,9 @@ def load_buffer(
         rows = rb.storage.examine(saved["_storage"], dump.path)
         refuse(rb, saved)
         if rows and not rows.is_read_once:  # before the load changes anything
-            for each in (rows.matrix, *rows.entries):
-                if isinstance(each, SavedTensor):
-                    each.verify()
+            for saved_tensor in (rows.matrix, *rows.entries):
+                if isinstance(saved_tensor, SavedTensor):
+                    saved_tensor.verify()
         with rb._fully_locked():
             put = (
                 rb.storage.remove_rows
@@ -74,18 +74,18 @@ def load_buffer(
 
 
 def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None:
-    own = {"storage": type(rb.storage).__name__}
+    names = {"storage": type(rb.storage).__name__}
     if not rows_only:
-        own |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
+        names |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
     elif not isinstance(rb.writer, RoundRobinWriter):
         raise CheckpointError(
             f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}"
         )
-    for part, name in own.items():
-        if (found := saved["classes"][part]) != name:
+    for part, name in names.items():
+        if (saved_name := saved["classes"][part]) != name:
             hint = "; rows_only=True loads only the rows" if part != "storage" else ""
             raise CheckpointError(
-                f"the dump has a {found} as {part}, this buffer a {name}{hint}"
+                f"the dump has a {saved_name} as {part}, this buffer a {name}{hint}"
             )
 
 
@@ -314,16 +314,16 @@ def restore_generator(rb: ReplayBuffer, saved: tuple[object, str] | None) -> Non
     saved device."""
     if saved is None:
         return
-    found, own = _generator(*saved), generator_of(rb)
-    if found is None:
+    generator, current = _generator(*saved), generator_of(rb)
+    if generator is None:
         where = f"on {saved[1]}, which is not available"
         warnings.warn(
             f"the dump's generator is {where}: it was not restored", stacklevel=4
         )
-    elif own is not None and own.device == found.device:
-        own.set_state(saved[0])  # the same object: others may share it
+    elif current is not None and current.device == generator.device:
+        current.set_state(saved[0])  # the same object: others may share it
     else:
-        rb.set_rng(found)
+        rb.set_rng(generator)
 
 
 def _generator(state: Any, device: str) -> torch.Generator | None:

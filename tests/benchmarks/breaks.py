@@ -191,7 +191,7 @@ BREAKS = [
     Break(
         "the burn-in mask is shifted by one step",
         "kernels/wrappers/cpu.py",
-        "store(burn_in_mask + at, j < burn_in, np.bool_)",
+        "store(burn_in_mask + row, j < burn_in, np.bool_)",
         "store(burn_in_mask + at, j <= burn_in, np.bool_)",
         "tests/test_composition.py -k sequence",
     ),
