@@ -192,7 +192,7 @@ BREAKS = [
         "the burn-in mask is shifted by one step",
         "kernels/wrappers/cpu.py",
         "store(burn_in_mask + row, j < burn_in, np.bool_)",
-        "store(burn_in_mask + at, j <= burn_in, np.bool_)",
+        "store(burn_in_mask + row, j <= burn_in, np.bool_)",
         "tests/test_composition.py -k sequence",
     ),
     Break(
