@@ -2133,8 +2133,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         Args:
             shared: ``False`` does nothing, because sharing cannot be undone.
 
-        Cost: about 5 us more per write, sample or update. If a process dies while it
-        holds the lock, the next call takes O(N) for N rows.
+        Cost: each write, sample or update takes a file lock, too. If a process dies
+        while it holds the lock, the next call takes O(N) for N rows.
 
         Raises:
             ValueError: the rows are on a CUDA device.
