@@ -1,5 +1,9 @@
 """What compiled loops read and change of a :class:`~rlbuf_td.storages.ring.Ring`: its
-block of int64 numbers."""
+block of int64 numbers; and what kernels on a GPU are told of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 #: Rows of ``Ring.head``, ``[5, E]``: the oldest live serial; the number of rows ever
 # written; the serial from which on : rows are in time order; and two rows from
@@ -28,6 +32,15 @@ AFTER, BEFORE, NOTED = 5, 10, 11
 # live, but who is told of : them may not know; the generations of rows to be replaced
 # are -1, and these are copied.
 IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
+
+
+class Serials(NamedTuple):
+    """The serials of the live rows of a ring in time order, the same in all lanes."""
+
+    tail: int
+    written: int
+    steps: int  # slots of a lane
+    lanes: int
 
 
 def block_size(lanes: int) -> int:

@@ -18,15 +18,22 @@ from rlbuf_td.kernels.batch import UPDATE
 from rlbuf_td.kernels.dispatch import (
     backend_of,
     compiled_form,
+    compiled_form_of,
     record_of,
     untraced,
     uses_numba,
 )
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
+from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
-from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
+from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, Run, Update
 from rlbuf_td.kernels.wrappers import Windows
-from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
+from rlbuf_td.samplers.common import (
+    OneStorage,
+    as_errors,
+    refuse_priorities,
+    uniform_numbers,
+)
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
@@ -66,6 +73,22 @@ class PriorityRule(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
         CPU) if no row can be drawn."""
+
+    def launch_draw(
+        self,
+        batch: int,
+        rows: int,
+        stratified: bool,
+        norm: str | None,
+        *,
+        generator: torch.Generator | None,
+        serials: Serials | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what :meth:`draw` does with numbers of ``generator``, and the serials
+        of the rows, ``[B]``, or None."""
+        device = self.table.magnitude.device
+        uniform = uniform_numbers(batch, generator, device)
+        return *self.draw(uniform, rows, stratified, norm), None
 
     @abstractmethod
     def draw_into(
@@ -115,6 +138,22 @@ class PriorityRule(ABC):
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the
         arguments and the result."""
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU draw and update."""
+        return False
+
+    @compiled_form_of("update_")
+    def launch_update_(
+        self, update: Update, largest: Tensor, counts: bool
+    ) -> Tensor | None:
+        """See :func:`rlbuf_td.kernels.sum_tree.launch_update_`."""
+        raise NotImplementedError
+
+    def launch_enter_(self, run: Run, largest: Tensor) -> None:
+        """See :func:`rlbuf_td.kernels.sum_tree.launch_enter_`."""
+        raise NotImplementedError
 
     @abstractmethod
     def update_loop(self) -> Callable[..., Any]:
@@ -228,13 +267,8 @@ class Priorities:
         ``[B]``, are skipped. Return the number of these rows. With ``windows``, index,
         TD errors and stamps are those of a batch, and the rows are the anchors.
         """
-        if storage is not None and (
-            storage.max_size > self.capacity or self.serves._storage() is not storage
-        ):
-            self.move_to(storage)
-        rule, settings = self.rule, self.settings.values
-        if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
-            rule.refresh_weights()
+        self._prepare(storage)
+        rule = self.rule
         rows, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
         if counts and storage is not None:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
@@ -259,6 +293,11 @@ class Priorities:
                     index, priority, stamp, storage, ring, has_holes
                 )
             if not len(given[0]):
+                return stale
+            if self.is_launched:
+                gone = self._launch(given, rows, counts, ring)
+                stale = stale if gone is None else gone
+                self.keep(given[0], None if counts else storage)
                 return stale
             if not self._is_compiled:
                 self._update_with_torch(given[0], given[1], rows, counts)
@@ -295,12 +334,50 @@ class Priorities:
             self.keep(flat, None if counts else storage)
         return stale + gone
 
+    def _prepare(self, storage: Storage | None) -> None:
+        """Move to the rows of a storage, and compute weights anew if alpha has
+        changed."""
+        if storage is not None and (
+            storage.max_size > self.capacity or self.serves._storage() is not storage
+        ):
+            self.move_to(storage)
+        rule, settings = self.rule, self.settings.values
+        if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
+            rule.refresh_weights()
+
     @property
     def _is_compiled(self) -> bool:
         return (
             uses_numba(self.device)
             and compiled_form(self.rule, "update_loop") is not None
         )
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU draw and update."""
+        return (
+            self.rule.is_launched
+            and compiled_form(self.rule, "launch_update_") is not None
+        )
+
+    def _launch(
+        self, given: tuple[Any, ...], rows: int, counts: bool, ring: Ring | None
+    ) -> Tensor | None:
+        """Update on a GPU; return the number of stale updates, or None."""
+        index, td_error, *stamps = given
+        stamp = stamps[0] if stamps else None
+        serials = None if stamp is None else serials_of(ring)
+        update = Update(index, td_error, stamp, rows, serials)
+        with defer_sigint:
+            return self.rule.launch_update_(update, self._on_device(), counts)
+
+    def _on_device(self) -> Tensor:
+        """Return :attr:`largest` as a tensor, which kernels increase in place."""
+        if self._largest_on_device is None:
+            self._largest_on_device = torch.full(
+                (), self.settings[LARGEST], dtype=torch.float32, device=self.device
+            )
+        return self._largest_on_device
 
     def _can_read(self, given: Sequence[Any], storage: Any) -> bool:
         """Whether compiled code can read index, TD errors, stamps (if any) and masks of
@@ -356,8 +433,11 @@ class Priorities:
         if stamp is not None:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
+            is_read = self._is_compiled or (
+                self.is_launched and serials_of(ring) is not None
+            )
             # of windows
-            if has_holes or not self._is_compiled or stamp.shape != td_error.shape:
+            if has_holes or not is_read or stamp.shape != td_error.shape:
                 index, stale = storage.skip_stale(
                     flat_rows(index, storage, self.device), stamp
                 )
@@ -385,6 +465,19 @@ class Priorities:
         if not isinstance(initial, Tensor):
             initial = torch.full((), initial, dtype=torch.float32, device=self.device)
         self.assign(index, initial, storage, counts=False)
+
+    def enter_run(
+        self, index: object, storage: PackedStorage, first: int, count: int
+    ) -> None:
+        """Do what :meth:`enter` does; the new rows lie in ``count`` cells from
+        ``first`` on."""
+        self._prepare(storage)
+        if not self.is_launched:
+            return self.enter(index, storage)
+        run = Run(first, count, storage.ring.steps * storage.ring.lanes)
+        with defer_sigint:
+            self.rule.launch_enter_(run, self._on_device())
+        return self.keep_new(index, storage)
 
     def admit(self, storage: Storage) -> int:
         """Give stored rows without a priority the magnitude of new rows; return their
@@ -586,6 +679,13 @@ class Priorities:
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
         }
+
+
+def serials_of(ring: Ring | None) -> Serials | None:
+    """Return the serials of live rows, if rows are in order, and the lanes stand
+    together."""
+    common = ring.common() if ring is not None and ring.in_order else None
+    return None if common is None else Serials(*common, ring.steps, ring.lanes)  # pyrefly: ignore [missing-attribute]
 
 
 def refuse_magnitude(magnitude: Tensor, capacity: int) -> None:
