@@ -366,7 +366,8 @@ def is_on_gpu(storage: PackedStorage) -> bool:
 def why_not_launched(sampler: object, storage: PackedStorage, what: str) -> str:
     """Say in one line why there are no kernels on a GPU for the work of a sampler; ""
     if there are."""
-    if getattr(sampler, "is_launched", False):
+    launches = getattr(sampler, "launches", None)
+    if launches is not None and launches(storage):
         return ""
     return f"a {type(sampler).__name__} {what} with torch on {storage.device}"
 

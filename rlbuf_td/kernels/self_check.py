@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.episodes import spans
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.kernels.sum_tree import weight_of, write_magnitudes
@@ -21,6 +22,8 @@ from rlbuf_td.kernels.sum_tree.blocks import (
     block_count,
     set_blocks_,
 )
+from rlbuf_td.kernels.wrappers import n_step_sums
+from rlbuf_td.kernels.wrappers.rewards import Rewards
 
 _ROWS, _BATCH = WEIGHTS + 300, 40
 _LAW = WeightLaw(alpha=0.6, eps=1e-8, least=0.0, first=1.0)
@@ -145,12 +148,36 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
     )
 
 
+def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
+    from rlbuf_td.kernels.wrappers.triton import sum_steps
+
+    steps, lanes, n, gamma = 20, 3, 4, 0.9
+    cells = torch.arange(steps * lanes, device=device)
+    rows = torch.randn(steps * lanes, 4, generator=generator).to(device)
+    lengths = torch.randint(0, 4, (lanes, steps, 2), generator=generator)
+    numbers = lengths.to(device, torch.int32)
+    serials = Serials(7, 7 + steps, steps, lanes)
+    rewards = Rewards(rows, 8, torch.float32, torch.Size([2]))
+    sums = sum_steps(rewards, cells, numbers, serials, n, gamma)
+    ahead = spans(numbers, cells, serials.tail, serials.written).ahead
+    last = ahead.clamp(max=n - 1)
+    step = torch.arange(n, device=device).minimum(last[:, None])
+    window = (cells[:, None] + step * lanes) % (steps * lanes)
+    wanted = n_step_sums(rows[window][..., 2:], last, gamma)
+    return (
+        torch.equal(sums.taken, last + 1)
+        and torch.equal(sums.ends, window[:, -1])
+        and torch.allclose(sums.total, wanted, rtol=1e-6, atol=1e-6)
+    )
+
+
 #: Each tells whether kernels on a device do what its name says.
 CHECKS: tuple[Callable[[torch.device, torch.Generator], bool], ...] = (
     draw_uniformly,
     read_and_write_rows,
     update_priorities,
     draw_by_priority,
+    sum_rewards,
 )
 
 

@@ -366,7 +366,7 @@ class Priorities:
         """Update on a GPU; return the number of stale updates, or None."""
         index, td_error, *stamps = given
         stamp = stamps[0] if stamps else None
-        serials = None if stamp is None else serials_of(ring)
+        serials = None if stamp is None or ring is None else ring.for_kernels()
         update = Update(index, td_error, stamp, rows, serials)
         with defer_sigint:
             return self.rule.launch_update_(update, self._on_device(), counts)
@@ -434,7 +434,7 @@ class Priorities:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
             is_read = self._is_compiled or (
-                self.is_launched and serials_of(ring) is not None
+                self.is_launched and ring is not None and ring.for_kernels() is not None
             )
             # of windows
             if has_holes or not is_read or stamp.shape != td_error.shape:
@@ -679,13 +679,6 @@ class Priorities:
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
         }
-
-
-def serials_of(ring: Ring | None) -> Serials | None:
-    """Return the serials of live rows, if rows are in order, and the lanes stand
-    together."""
-    common = ring.common() if ring is not None and ring.in_order else None
-    return None if common is None else Serials(*common, ring.steps, ring.lanes)  # pyrefly: ignore [missing-attribute]
 
 
 def refuse_magnitude(magnitude: Tensor, capacity: int) -> None:

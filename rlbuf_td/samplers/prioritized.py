@@ -21,7 +21,6 @@ from rlbuf_td.samplers.priorities import (
     BETA,
     Priorities,
     PriorityRule,
-    serials_of,
 )
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -113,8 +112,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
         """Return the size of the priorities of ``capacity`` rows in bytes."""
 
-    @property
-    def is_launched(self) -> bool:
+    def launches(self, storage: PackedStorage) -> bool:
         """Whether kernels draw rows and update priorities on a GPU."""
         return self.priorities.is_launched
 
@@ -130,7 +128,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self, storage: PackedStorage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.buffers.plan.TorchPlan`."""
-        serials = serials_of(storage.ring)
+        serials = storage.ring.for_kernels()
         flat, weight, stamp = self._drawn(storage, batch_size, serials)
         report = {"priority_weight": weight}
         return flat, report if stamp is None else report | {SAMPLED_AT: stamp}

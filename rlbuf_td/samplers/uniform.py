@@ -87,8 +87,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)
         self.needs_order = max_age is not None
 
-    @property
-    def is_launched(self) -> bool:
+    def launches(self, storage: PackedStorage) -> bool:
         """Whether a kernel draws rows on a GPU."""
         return not self.unique and self.max_age is None
 

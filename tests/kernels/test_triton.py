@@ -21,6 +21,7 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
+    SequenceSampler,
     UniformSampler,
 )
 from rlbuf_td.kernels import dispatch, self_check
@@ -307,16 +308,39 @@ def test_settings_may_change_and_a_copy_goes_on():
     assert rb.sample()["index"].max() < 4
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("rows", [1, 7, 35])
+def test_n_step_transitions_are_those_of_torch(rows, lanes):
+    """One row per lane, and rings that wrap; the newest episode goes on."""
+    options = {} if lanes == 1 else {"ndim": 2, "lanes": lanes}
+    steps = min(2 * rows, 50)
+    cells = torch.arange(steps * lanes)
+
+    def joined() -> TensorDict:
+        sampler = NStepSampler(UniformSampler(), 3, 0.9)
+        rb = buffer(50 * lanes, sampler, **options)
+        for start in (0, rows):
+            data = numbered_rows(rows * lanes, start * lanes)
+            rb.extend(data if lanes == 1 else data.view(lanes, rows))
+        rb.sample()
+        return sampler._summed(rb.storage, None, cells, None)
+
+    batch = joined()
+    with forced("torch"):
+        assert_same(batch, joined())
+
+
 def test_a_buffer_says_which_calls_have_kernels():
     wanted = {
-        "add, extend, sample": UniformSampler(),
+        "add, extend, sample": NStepSampler(UniformSampler(), 2, 0.9),
         "add, extend, sample, update_tensordict_priority": ProportionalSampler(9),
         "add, extend; not sample: a RankSampler works with torch on cpu; not update_tensordict_priority: "
         "a RankSampler updates priorities with torch on cpu": RankSampler(9),
-        "add, extend; not sample: a NStepSampler works with torch on cpu": NStepSampler(
-            UniformSampler(), 2, 0.9
+        "add, extend; not sample: a SequenceSampler works with torch on cpu": SequenceSampler(
+            UniformSampler(), 2
         ),
     }
+
     for words, sampler in wanted.items():
         rb = buffer(9, sampler)
         rb.extend(numbered_rows(9))
@@ -325,10 +349,8 @@ def test_a_buffer_says_which_calls_have_kernels():
 
 
 def test_calls_start_few_operations():
-    samplers = {
-        "uniform": lambda rows: UniformSampler(),
-        "proportional": ProportionalSampler,
-    }
+    samplers = {**benchmark.SAMPLERS}
+    samplers.pop("by rank")
     counts = {
         what: count for what, count, _ in benchmark.counts_of(50, 8, "cpu", samplers)
     }
@@ -338,6 +360,8 @@ def test_calls_start_few_operations():
         "proportional, extend by 8": 3,
         "proportional, sample": 2,
         "proportional, update priorities": 3,
+        "3-step, extend by 8": 2,
+        "3-step, sample": 5,
     }
 
 
@@ -364,15 +388,19 @@ from triton.compiler import ASTSource
 from rlbuf_td.kernels.draws import triton as draws
 from rlbuf_td.kernels.rows import triton as rows
 from rlbuf_td.kernels.sum_tree import triton as tree
+from rlbuf_td.kernels.wrappers import triton as wrappers
 
 POINTERS = {
     "out": "*i64", "rows": "*fp32", "cells": "*i64", "table": "*i32", "weight": "*fp32",
     "leaves": "*i64", "blocks": "*fp64", "flat": "*i64", "importance": "*fp32",
     "stamp": "*i64", "magnitude": "*fp32", "index": "*i64", "td_error": "*fp32",
-    "largest": "*fp32", "refused": "*i64", "stale": "*i64",
+    "largest": "*fp32", "refused": "*i64", "stale": "*i64", "numbers": "*i32",
+    "ends": "*i64", "taken": "*i64", "totals": "*fp32",
 }
 SIZES = {"DRAWS": 256, "ROWS": 32, "WORDS": 128, "OTHERS": 256, "BLOCK": 1024, "NORM": 0}
-for kernel in draws._draw, rows._move, tree._draw, tree._set, tree._enter, tree._sum:
+SIZES["SIZE"] = 4
+of_tree = tree._draw, tree._set, tree._enter, tree._sum
+for kernel in draws._draw, rows._move, wrappers._sum, *of_tree:
     for flag in True, False:
         kinds, constants = {}, {}
         for parameter in kernel.params:
