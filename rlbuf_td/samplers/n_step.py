@@ -222,7 +222,7 @@ class NStepSampler(SamplerWrapper):
         offset = rows.layout.offsets[leaf.key]
         rewards = Rewards(rows.flat, offset, leaf.dtype, leaf.shape)
         how = {"n": self.n_steps, "gamma": self.gamma}
-        sums = launch_sums(rewards, flat, numbers, serials, **how)
+        sums = launch_sums(rewards, flat.contiguous(), numbers, serials, **how)
         batch = rows.joined_at(flat, sums.ends)
         leaf_of(batch, self.reward_key).copy_(sums.total)
         agents = _agents_of(self.reward_key, leaf)

@@ -280,7 +280,7 @@ class PlainRows(Rows):
         if self.is_mapped:
             ask_for_rows(self.flat, cells.reshape(-1))
         if self.words is not None and self.is_launched:
-            block = self.words.read(self.flat, cells.reshape(-1))
+            block = self.words.read(self.flat, cells.reshape(-1).contiguous())
             return self.layout.slices(block, cells.shape)
         # one kernel: leaves are views of one block
         if backend_of(self.matrix) != "numba":
