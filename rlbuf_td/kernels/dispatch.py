@@ -63,7 +63,8 @@ if not OFF and find_spec("numba") is None:
         stacklevel=2,
     )
 #: For every device; tests set it.
-_forced: Backend | None = "torch" if OFF else None
+_forced: Backend | None = None
+_ON_CPU: Backend = "torch" if OFF else "numba"
 is_compiling = torch.compiler.is_compiling
 
 
@@ -73,7 +74,7 @@ def backend_of(memory: Tensor) -> Backend:
     if is_compiling():
         return "torch"
     if memory.is_cpu:
-        return "numba"
+        return _ON_CPU
     return "triton" if uses_triton(memory.device) else "torch"
 
 
@@ -109,7 +110,9 @@ def why_not_triton(device: torch.device) -> str:
 def uses_numba(device: torch.device) -> bool:
     """Whether compiled loops will work on an object that is made now for memory on
     ``device``."""
-    return device.type == "cpu" if _forced is None else _forced == "numba"
+    if _forced is not None:
+        return _forced == "numba"
+    return device.type == "cpu" and not OFF
 
 
 def refuse_without_compiler(what: str) -> None:
@@ -155,7 +158,7 @@ def untraced(
 def import_kernels() -> None:
     """Import all loops now. A child that is forked while a thread imports one could
     never import it."""
-    if _forced == "torch":
+    if OFF or _forced == "torch":
         return
     room = str(Path(__file__).parent)
     for module in pkgutil.walk_packages([room], f"{__package__}."):
