@@ -127,9 +127,9 @@ def _draw(
     is_weight = start + lane < size
     weights = tl.load(weight + start + lane, mask=is_weight, other=0.0)
     weights = weights.to(tl.float64)
-    place = _pick(weights, rest)
-    cell = start + place
-    chosen = tl.sum(tl.where(lane == place, weights, 0.0), 0)
+    position = _pick(weights, rest)
+    cell = start + position
+    chosen = tl.sum(tl.where(lane == position, weights, 0.0), 0)
     tl.store(flat + draw, cell)
     if IS_STAMPED:
         tl.store(stamp + draw, _serial(cell, written, steps, lanes))
@@ -155,7 +155,7 @@ def draw(
     flat = torch.empty(batch, dtype=torch.int64, device=device)
     importance = torch.empty(batch, dtype=torch.float32, device=device)
     stamp = None if serials is None else torch.empty_like(flat)
-    _, *place = serials or Serials(0, 0, 1, 1)
+    _, *newest = serials or Serials(0, 0, 1, 1)
     seed, first = philox_start(generator, device, batch)
     if batch:
         launch(
@@ -164,7 +164,7 @@ def draw(
             tree.weight,
             *(tree.blocks, flat, importance, flat if stamp is None else stamp),
             *(len(tree.weight), tree.blocks.shape[1], seed, first, batch),
-            *(law.step, float(rows), float(law.beta), *place),
+            *(law.step, float(rows), float(law.beta), *newest),
             NORM=law.norm,
             IS_STAMPED=stamp is not None,
             BLOCK=WEIGHTS,

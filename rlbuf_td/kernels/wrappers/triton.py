@@ -51,9 +51,9 @@ def _sum(
     for step in range(0, n):
         is_taken = is_row & (step <= last)
         row = (cell + step * lanes) % (steps * lanes)
-        place = rows.to(tl.int64) + row * row_bytes + offset + element * SIZE
-        place = place.to(totals.dtype)
-        reward = tl.load(place, mask=is_taken, other=0.0).to(tl.float64)
+        address = rows.to(tl.int64) + row * row_bytes + offset + element * SIZE
+        address = address.to(totals.dtype)
+        reward = tl.load(address, mask=is_taken, other=0.0).to(tl.float64)
         total += reward * power
         power *= gamma
     tl.store(totals + i * elements + element, total, mask=is_row)
