@@ -70,6 +70,11 @@ class Listener:
     def mark_update(self, index: object) -> None:
         """Take note of new rows at ``index``."""
 
+    def _mark_run(self, index: object, first: int, count: int) -> None:
+        """Take note of new rows at ``index``, in ``count`` cells from ``first`` on,
+        which a kernel has written."""
+        self.mark_update(index)
+
     def _stage_of_writes(self) -> tuple[Any, Any] | bool:
         """Return the priorities of new rows and the compiled function that sets them,
         which a write can call.

@@ -7,7 +7,7 @@ listeners:
 
 - :class:`CompiledWrites`, for rows in host memory: one compiled call, which also sets
   the priorities of new rows.
-- :class:`TorchWrites`, for all others.
+- :class:`TorchWrites`, for all others. On a GPU, a kernel copies rows that lie there.
 
 A plan is used until rows, ring or episodes are replaced (the storage then drops it),
 listeners are added or removed, or a buffer of the storage gets another sampler. The
@@ -319,11 +319,12 @@ class CompiledWrites(WritePlan):
 
 
 class TorchWrites(WritePlan):
-    """Writes rows with operations of torch; ``reason``: why it is not compiled."""
+    """Writes rows with operations of torch, or a kernel on a GPU; ``reason``: why it is
+    not compiled."""
 
     def __init__(self, storage: PackedStorage, reason: str) -> None:
         super().__init__(storage)
-        self.reason = reason
+        self.reason = "" if self.rows.is_launched else reason
 
     def write(
         self,
@@ -354,11 +355,9 @@ class TorchWrites(WritePlan):
             refuse_lanes(lane, ring.lanes)
             before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
         cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
-        index: Any = to_device(cells, rows.matrix.device)
+        index: Any = torch.from_numpy(cells)
         if storage.ndim > 1:
             index = torch.stack([*coordinates(index, storage)], -1)
-        elif is_one:
-            index = int(cells[0])
         if lead != (len(cells),):
             leaves = [
                 leaf.reshape(len(cells), *of.shape)
@@ -371,6 +370,13 @@ class TorchWrites(WritePlan):
                 [leaf[where.to(leaf.device)] for leaf in leaves],
                 cells[kept],
             )
+        addresses, device = rows.addresses_of(leaves), rows.matrix.device
+        # all numbers of a launch in one copy to the device
+        parts = [index.numpy().ravel(), cells, np.array(addresses or (), np.int64)]
+        numbers = to_device(np.concatenate(parts), device)
+        shape = index.shape
+        index, cells_there, pointers = numbers.split([len(part) for part in parts])
+        index = int(cells[0]) if is_one and storage.ndim == 1 else index.view(shape)
         slot = None if lanes is not None or not ring.together else ring.cursor
         serials, longest = ring.serials, ring.longest
 
@@ -380,7 +386,10 @@ class TorchWrites(WritePlan):
                     extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max()
                 )
                 rows.matrix[longest:steps].zero_()  # those of other lanes are holes
-            rows.append_(cells, leaves, serials)
+            if addresses is None:
+                rows.append_(cells, leaves, serials)
+            else:
+                rows.append_from_(cells_there, pointers)
 
         def plan(publication: int) -> None:
             if counts is not None:
@@ -389,12 +398,22 @@ class TorchWrites(WritePlan):
         def tell() -> None:
             if counts is not None:
                 counts.take()
-            if tells:
+            if tells and (addresses is None or slot is None):
                 self.tell(index)
+            elif tells:
+                self.tell_run(index, int(cells[0]), len(cells))
 
         written = np.flatnonzero(more)
         storage.publish(written, more[written], copy, plan, tell)
         return index
+
+    def tell_run(self, index: object, first: int, count: int) -> None:
+        """Tell :attr:`others` of new rows in ``count`` cells from ``first`` on."""
+        for listener in self.others:
+            if isinstance(listener, Listener):
+                listener._mark_run(index, first, count)
+            else:
+                listener.mark_update(index)
 
 
 def unwritable(storage: PackedStorage) -> str:
