@@ -129,7 +129,7 @@ BREAKS = [
         "kernels/rows/entries_cpu.py",
         "oldest = (written - kept) % steps * stored.lanes + lane",
         "oldest = (written - kept + 1) % steps * stored.lanes + lane",
-        "tests/storages/test_dedup.py -k 'frames or stack'",
+        "tests/storages/test_dedup.py -k 'frames or stack or chunks'",
     ),
     Break(
         "the lock admits two processes",
