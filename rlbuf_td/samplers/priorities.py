@@ -23,6 +23,7 @@ from rlbuf_td.kernels.dispatch import (
     uses_numba,
 )
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
+from rlbuf_td.kernels.strata import empty_draws
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
@@ -59,12 +60,23 @@ class PriorityRule(ABC):
     def make(self, capacity: int, device: torch.device | str) -> Any:
         """Create an empty table for the priorities of ``capacity`` rows."""
 
-    @abstractmethod
     def draw(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
     ) -> tuple[Tensor, Tensor]:
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
         CPU) if no row can be drawn."""
+        if backend_of(uniform) == "numba":
+            flat, weight = empty_draws(uniform.shape[0])
+            self.draw_into(uniform, rows, stratified, norm, flat, weight)
+            return flat, weight
+        self.refresh_weights()
+        return self.draw_with_torch(uniform, rows, stratified, norm)
+
+    @abstractmethod
+    def draw_with_torch(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`draw` returns, on any device."""
 
     @abstractmethod
     def draw_into(
@@ -76,8 +88,8 @@ class PriorityRule(ABC):
         flat: Tensor,
         weight: Tensor,
     ) -> None:
-        """Write what :meth:`draw` returns, with the current alpha, to ``flat`` and
-        ``weight`` in host memory."""
+        """Draw with the current alpha to ``flat`` and ``weight`` in host memory;
+        RuntimeError if no row can be drawn."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:

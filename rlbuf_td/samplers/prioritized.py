@@ -110,13 +110,13 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self, storage: Storage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows, rule = row_count(storage), self.rule
+        rows = row_count(storage)
         if not rows:
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
-        rule.refresh_weights()
         uniform = uniform_numbers(batch_size, self._rng, self.priorities.device)
-        flat, weight = rule.draw(uniform, rows, self.stratified, self.weight_norm)
+        how = self.stratified, self.weight_norm
+        flat, weight = self.rule.draw(uniform, rows, *how)
         return flat, {"priority_weight": weight}
 
     @compiled_form_of("draw")

@@ -46,15 +46,11 @@ class ProportionalRule(PriorityRule):
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
 
-    def draw(
+    def draw_with_torch(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
     ) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(
-            self.table, uniform, stratified, rows, self.settings.values[BETA], norm
-        )
-        if drawn is None:
-            raise RuntimeError(NO_PRIORITY)
-        return drawn
+        beta = self.settings.values[BETA]
+        return sum_tree.draw(self.table, uniform, stratified, rows, beta, norm)
 
     def draw_into(
         self,

@@ -40,16 +40,12 @@ class RankRule(PriorityRule):
             )
             return rank_order.make_order(magnitude)
 
-    def draw(
+    def draw_with_torch(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
     ) -> tuple[Tensor, Tensor]:
+        table = cast("rank_order.SortedOrder", self.table)
         beta = self.settings.values[BETA]
-        drawn = self.table.draw(
-            self.ranks, uniform, stratified=stratified, beta=beta, norm=norm
-        )
-        if drawn is None:
-            raise RuntimeError(_NO_ROWS)
-        return drawn
+        return table.draw(self.ranks, uniform, stratified, beta, norm)
 
     def draw_into(
         self,

@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.samplers.common import (
     StatefulSampler,
+    refuse_fake,
     refuse_replacing,
     refuse_stored,
     refuse_unordered,
     rows_drawn,
 )
-from rlbuf_td.storages.indexing import Index, coordinates
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, numbered
 
 
 class RowSampler(StatefulSampler):
@@ -134,3 +136,16 @@ class RowSampler(StatefulSampler):
 
     def _empty(self) -> None:
         pass
+
+
+def drawn_into(
+    sampler: Any, storage: Storage, batch_size: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the rows that a sampler's method ``draw_into`` writes to new memory on the
+    storage's device, and an empty report."""
+    device = device_of(storage)
+    flat = torch.empty(batch_size, dtype=torch.int64, device=device)
+    scratch = torch.empty(batch_size, dtype=torch.float64, device=device)
+    refuse_fake(scratch)
+    sampler.draw_into(storage, numbered(storage), flat, {}, scratch)
+    return flat, {}
