@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import expm1, inf, log
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -136,7 +136,8 @@ class RecencySampler(RowSampler):
         scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        rows, ring = live[0], getattr(storage, "ring", None)
+        rows = live[0]
+        ring: Any = getattr(storage, "ring", None)
         if not rows:
             raise RuntimeError(EMPTY)
         fill_uniform_(scratch, self._rng)

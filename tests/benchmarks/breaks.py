@@ -389,12 +389,13 @@ BREAKS = [
     Break(
         "the rows of a batch that waits can be removed before it is drawn",
         "buffers/replay.py",
-        """            with self._replay_lock:
+        """        with self._storage.lock:
+            if permission is not None:
                 permission.ask()
-                batch, drawn = self._draw(size)
 """,
-        """            permission.ask()
-            batch, drawn = self._draw(size)
+        """        if permission is not None:
+            permission.ask()
+        with self._storage.lock:
 """,
         "tests/buffers/test_waiting.py",
     ),
