@@ -54,8 +54,8 @@ class Plan(ABC):
 
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
         self.storage, self.sampler, self.reason = storage, sampler, reason
-        self.rows, self.ring, self.mode = storage.rows, storage.ring, in_dispatch_mode()
-        self.serials = self.ring.address
+        self.ring, self.mode = storage.ring, in_dispatch_mode()
+        self.epoch = storage.epoch
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
         self.is_stamped, self.report_keys = (
@@ -69,12 +69,9 @@ class Plan(ABC):
 
         Rows do not move: users get aliases of their memory.
         """
-        ring = self.ring
         return (
             not self.is_busy
-            and self.storage.rows is self.rows
-            and self.storage._ring is ring
-            and ring.address == self.serials
+            and self.epoch == self.storage.epoch
             and in_dispatch_mode() == self.mode
         )
 

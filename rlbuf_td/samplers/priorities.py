@@ -36,6 +36,7 @@ from rlbuf_td.storages.ring import Ring, refuse_stamps
 
 # indices of the shared settings; WEIGHED: the alpha of the stored weights
 ALPHA, BETA, LARGEST, WEIGHED = range(4)
+_NO_RECORD = (), None, 0
 
 
 class PriorityRule(ABC):
@@ -230,7 +231,7 @@ class Priorities:
         # by form, for updates like the last one
         self._readable: dict[tuple[bool, bool], _Readable] = {}
         # what compiled code reads; see `record_at`
-        self._record: tuple[Any, ...] = (), None, 0
+        self._record: tuple[Any, ...] = _NO_RECORD
         rule.table = rule.make(capacity, self.device)
 
     @property
@@ -446,15 +447,8 @@ class Priorities:
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes
         priorities."""
-        rule, serials = self.rule, 0 if ring is None else ring.address
-        numbers = (
-            rule.table.address,
-            rule.settings.values,
-            rule.eps,
-            rule.min_priority,
-            ring,
-            serials,
-        )
+        rule, epoch = self.rule, getattr(storage, "epoch", None)
+        numbers = epoch, rule.table.address, rule.eps, rule.min_priority
         if numbers != self._record[0]:
             at = addressof(rule.settings.values)
             fields: dict[str, float] = {
@@ -469,7 +463,7 @@ class Priorities:
             }
             fields |= {
                 "alpha": at + 8 * ALPHA if rule.weighs_rows else 0,
-                "serials": serials,
+                "serials": 0 if ring is None else ring.address,
             }
             if storage is not None and ring is not None:
                 fields |= {
@@ -504,7 +498,7 @@ class Priorities:
         """Move the priorities to the storage's device, and increase ``capacity`` to the
         storage's ``max_size``."""
         self.serves.claim(storage)
-        self._readable = {}
+        self._readable, self._record = {}, _NO_RECORD
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
@@ -570,9 +564,10 @@ class Priorities:
 
     def share_memory_(self) -> None:
         if not self.is_shared:
-            with outside_inference_mode():
+            with outside_inference_mode(), defer_sigint:
                 self.rule.table.share_memory_()
-            self.settings.share_memory_()
+                self.settings.share_memory_()
+                self._record = _NO_RECORD  # has the address of the settings
             self.is_shared = True
 
     def __getstate__(self) -> dict[str, object]:
@@ -583,7 +578,7 @@ class Priorities:
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
             "_readable": {},
-            "_record": ((), None, 0),
+            "_record": _NO_RECORD,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
         }

@@ -256,6 +256,8 @@ class PackedStorage(LazyTensorStorage):
     has_estimates = False
     # how rows are written; None: the next write chooses
     write_plan: WritePlan | None = None
+    # how often rows, their class, or the addresses of rows and serials have changed
+    epoch = 0
     _ring: Ring
 
     def __init__(
@@ -383,6 +385,7 @@ class PackedStorage(LazyTensorStorage):
 
     def _begin(self) -> None:
         """Begin without rows, as a storage of this process alone."""
+        self.epoch += 1
         self.rows: Rows | None = None  # from the first write on
         self.live: Rows | None = None  # the written rows, cached by the last read
         self.episodes = self.write_plan = None
@@ -1469,6 +1472,7 @@ class PackedStorage(LazyTensorStorage):
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL
         reads."""
         self._take_edits()
+        self.epoch += 1
         episodes = (
             None
             if self.rows is None or self.rows.shape != rows.shape
@@ -1529,6 +1533,7 @@ class PackedStorage(LazyTensorStorage):
             raise RuntimeError(
                 "rows that have been written cannot be released: empty the buffer instead"
             )
+        self.epoch += 1
         # the ring stays: no stamp will match
         self.rows = self.live = self.episodes = self.write_plan = None
         if self.scratch_dir is not None:
@@ -1554,6 +1559,7 @@ class PackedStorage(LazyTensorStorage):
 
     def remove_rows(self) -> None:
         """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
+        self.epoch += 1
         if self.episodes is not None:
             self.episodes.catch_up()
         self.ring.empty()
@@ -1867,6 +1873,7 @@ class PackedStorage(LazyTensorStorage):
     def restore_counters(self, content: State) -> None:
         """Restore the counters of a state, whose rows are here; updates skip all
         batches that were sampled before."""
+        self.epoch += 1
         self.is_reserved = content.get("reserved", False)
         self.row_class = RowClass.of_state(content.get("row_class"))
         self.ring.load(content["ring"])
