@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from struct import Struct
 from typing import cast
 
@@ -20,7 +19,6 @@ from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import (
     NO_LOOPS,
-    Read,
     SamplerWrapper,
     leaf_stored,
     reading_of,
@@ -142,12 +140,15 @@ class NStepSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.n_steps, super().steps_needed)
 
-    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
-        return partial(self._summed, storage, super()._reader(storage, drawn))
-
-    def _summed(
-        self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None
+    def read(
+        self,
+        storage: PackedStorage,
+        drawn: Tensor,
+        flat: Tensor,
+        owner: Tensor | None = None,
     ) -> TensorDictBase:
+        """Read the rows ``flat``, and sum the rewards of the next steps; see
+        :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         n, rows = self.n_steps, storage.all_rows()
         kind, of_agents = self._reward_of(storage), self._flags_of_agents(storage)
         episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
@@ -161,7 +162,8 @@ class NStepSampler(SamplerWrapper):
         # steps
         else:
             owner = first if owner is None else owner
-            steps = read(window.flatten(), owner.repeat_interleave(n))
+            owners = owner.repeat_interleave(n)
+            steps = super().read(storage, drawn, window.flatten(), owners)
             batch = cast("TensorDictBase", steps[first * n])
 
         def column(key: tuple[str, ...], step: Tensor) -> Tensor:
@@ -236,7 +238,7 @@ class NStepSampler(SamplerWrapper):
         """Return the dtype and the shape of the reward."""
         return summable(storage, self.reward_key, "n-step returns")
 
-    @compiled_form_of("_reader", "_summed", "draw_batch", "batch_of")
+    @compiled_form_of("read", "draw_batch", "batch_of")
     def reading(
         self, storage: PackedStorage, size: int, is_stamped: bool
     ) -> Reading | str:

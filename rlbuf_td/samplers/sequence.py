@@ -361,12 +361,9 @@ class SequenceSampler(SamplerWrapper):
         Even with ``boundary="strict"``, no anchor is replaced.
         """
         anchors, window = flat, self.window
-        read = self._reader(storage, anchors)
         flat, real = self._windows(storage, anchors, *self._reach(storage, anchors))
-        batch = read(
-            flat,
-            torch.arange(len(anchors), device=flat.device).repeat_interleave(window),
-        )
+        number = torch.arange(len(anchors), device=flat.device)
+        batch = self.read(storage, anchors, flat, number.repeat_interleave(window))
         begins = None
         if self.across_episodes:
             begins = self.episodes_of(storage).spans(flat).back.view_as(real) == 0
@@ -535,7 +532,7 @@ class SequenceSampler(SamplerWrapper):
         return {init_key if len(init_key) > 1 else init_key[0]: first.reshape(-1, 1)}
 
     @compiled_form_of(
-        "_reader",
+        "read",
         "_windows",
         "_mark_",
         "_reach",

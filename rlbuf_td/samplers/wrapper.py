@@ -48,13 +48,6 @@ _LANES_REMEDY = (
     "Store each environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more steps "
     "of one trajectory at a time, with ids; or keep the handle of rb.lane(e)"
 )
-Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
-"""``read(flat, owner)`` reads the flat rows, and revises each row with the random
-choices for one drawn row.
-
-For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is None,
-``flat`` holds the drawn rows.
-"""
 
 
 def _of_inner(name: str) -> Any:
@@ -116,13 +109,22 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys |= reported_by(sampler)
 
-    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
-        """Return a :data:`Read` function for the drawn rows, ``[B]``."""
-        return (
-            (lambda flat, _: storage.gather(flat))
-            if self._inner is None
-            else self._inner._reader(storage, drawn)
-        )
+    def read(
+        self,
+        storage: PackedStorage,
+        drawn: Tensor,
+        flat: Tensor,
+        owner: Tensor | None = None,
+    ) -> TensorDictBase:
+        """Read the rows ``flat`` for a batch of the ``drawn`` rows, and revise each one
+        with the random choices for one drawn row.
+
+        For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is
+        None, ``flat`` holds the drawn rows.
+        """
+        if self._inner is None:
+            return storage.gather(flat)
+        return self._inner.read(storage, drawn, flat, owner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         """Yield the keys of the entries that this wrapper and the wrappers inside it
@@ -197,7 +199,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and
         their info dict."""
-        return flat, info, self._reader(storage, flat)(flat, None)
+        return flat, info, self.read(storage, flat, flat)
 
     def episodes_of(self, storage: PackedStorage) -> Episodes:
         """Return the episodes of the rows by this wrapper's keys, up to date; raises
