@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -28,7 +28,7 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading
+from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading, Uncompiled
 from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
@@ -172,7 +172,9 @@ class CompiledPlan(Plan):
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
         self.draw_into = (
-            compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
+            compiled_form(sampler, "draw_into", "draw")
+            if wrapper is None
+            else wrapper.fill()
         )
         self.draws = (
             partial(draw_from, sampler) if wrapper is None else wrapper.draw_rows
@@ -256,10 +258,7 @@ class CompiledPlan(Plan):
             self.memories.clear()
         # the memory outlives a call in inference mode
         with torch.inference_mode(False):
-            reading = cast(
-                "Reading",
-                reading_of(self.sampler, self.storage, count, self.is_stamped),
-            )
+            reading = reading_of(self.sampler, self.storage, count, self.is_stamped)
             self.memories[count] = found = self._memory_of(reading, count)
         return found
 
@@ -291,9 +290,10 @@ def plan_of(
     )
     with torch.inference_mode(False):
         is_stamped = isinstance(getattr(sampler, "innermost", sampler), Prioritized)
-        reading = reading_of(sampler, storage, count, is_stamped)
-        if isinstance(reading, str):
-            return TorchPlan(storage, sampler, reading)
+        try:
+            reading = reading_of(sampler, storage, count, is_stamped)
+        except Uncompiled as cannot:
+            return TorchPlan(storage, sampler, str(cannot))
         return CompiledPlan(storage, sampler, reading, count)
 
 
@@ -302,7 +302,8 @@ def _why_not_gathered(storage: PackedStorage) -> str:
     reading; "" if they have one."""
     if not len(storage):  # a sampler says so; a reading would look up episodes first
         return "there are no rows"
-    if compiled_form(storage, "bind_read") is None:
+    readers = "gather", "get", "written_rows", "all_rows"
+    if compiled_form(storage, "bind_read", *readers) is None:
         return f"{type(storage).__name__} has no compiled read"
     dims = storage.all_rows().layout.root.batch_size
     if dims:

@@ -1304,7 +1304,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             or self._recorder[0]() is not plan
             or self._recorder[1] is not stats
         ):
-            bind = compiled_form(stats, "bind_record")
+            bind = compiled_form(stats, "bind_record", "read", "record", "update")
             self._recorder = (
                 ref(plan),
                 stats,
@@ -1470,7 +1470,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         bind = (
             None
             if parts.prioritized is None
-            else compiled_form(parts.prioritized, "entry_loop")
+            else compiled_form(parts.prioritized, "entry_loop", "mark_update")
         )
         loop = None if bind is None else bind()
         if parts.prioritized is not None and loop is not None:

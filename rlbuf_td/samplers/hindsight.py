@@ -13,12 +13,12 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_values_
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
-from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, SamplerWrapper, leaf_stored
+from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
+from rlbuf_td.samplers.wrapper import SamplerWrapper, leaf_stored
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -247,19 +247,15 @@ class HindsightSampler(SamplerWrapper):
                 )
         return [goal.key for goal in goals]
 
-    @compiled_form_of("read", "draw_batch", "batch_of")
-    def reading(
-        self, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> Reading | str:
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
         self._goal_keys(storage)
-        if self.looks_up_with_torch(storage):
-            return NO_LOOPS
+        self.need_loops(storage)
         if (
             "next",
             *self.achieved_goal_key,
         ) in storage.deduplicated or storage.all_rows().is_mapped:
-            return (
+            raise Uncompiled(
                 "goals of deduplicated rows, and of rows in a file, are read with torch"
             )
         return _RelabelledReading(self, storage, size, is_stamped)

@@ -13,15 +13,13 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
-from rlbuf_td.kernels.dispatch import compiled_form_of, loop, record_of
+from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.wrappers import n_step_sums
 from rlbuf_td.samplers.common import setting
-from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
+from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
 from rlbuf_td.samplers.wrapper import (
-    NO_LOOPS,
     SamplerWrapper,
     leaf_stored,
-    reading_of,
     summable,
 )
 from rlbuf_td.storages import PackedStorage
@@ -238,23 +236,18 @@ class NStepSampler(SamplerWrapper):
         """Return the dtype and the shape of the reward."""
         return summable(storage, self.reward_key, "n-step returns")
 
-    @compiled_form_of("read", "draw_batch", "batch_of")
-    def reading(
-        self, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> Reading | str:
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
         reward = self._reward_of(storage)
-        if self.looks_up_with_torch(storage):
-            return NO_LOOPS
+        self.need_loops(storage)
         if reward.dtype not in (torch.float32, torch.float64):
-            return f"rewards are {reward.dtype}, not float32 or float64"
+            raise Uncompiled(f"rewards are {reward.dtype}, not float32 or float64")
         if self._flags_of_agents(storage):
-            return "sums that end at the flags of each agent are made with torch"
-        if self.takes_goals:
-            return "n-step returns over hindsight are made with torch"
-        inner = reading_of(self.sampler, storage, size, is_stamped)
-        if isinstance(inner, str):
-            return inner
+            reason = "sums that end at the flags of each agent are made with torch"
+            raise Uncompiled(reason)
+        if self._inner is not None:
+            kind = type(self._inner).__name__
+            raise Uncompiled(f"n-step returns over a {kind} are made with torch")
         return _JoinedReading(self, storage, size, is_stamped)
 
     def _revised_keys(self) -> Iterator[NestedKey]:

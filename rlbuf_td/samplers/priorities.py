@@ -329,7 +329,7 @@ class Priorities:
     def _is_compiled(self) -> bool:
         return (
             uses_numba(self.device)
-            and compiled_form(self.rule, "update_loop") is not None
+            and compiled_form(self.rule, "update_loop", "update_") is not None
         )
 
     def _converted(

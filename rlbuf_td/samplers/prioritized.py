@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
@@ -119,7 +118,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         flat, weight = self.rule.draw(uniform, rows, *how)
         return flat, {"priority_weight": weight}
 
-    @compiled_form_of("draw")
     def draw_into(
         self,
         storage: PackedStorage,
@@ -224,7 +222,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         use."""
         self.priorities.share_memory_()
 
-    @compiled_form_of("mark_update")
     def entry_loop(self) -> Any:
         """Return the function in ``write_cpu`` that sets the priorities of new rows;
         None: there is none."""

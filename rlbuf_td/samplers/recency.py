@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.draws import recent_rows_
 from rlbuf_td.kernels.host_memory import to_device
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting
@@ -126,7 +125,6 @@ class RecencySampler(RowSampler):
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         return drawn_into(self, storage, batch_size)
 
-    @compiled_form_of("draw")
     def draw_into(
         self,
         storage: Storage,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
 from rlbuf_td.samplers.common import EMPTY, refuse_never, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler, drawn_into
@@ -92,7 +92,6 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         return drawn_into(self, storage, batch_size)
 
-    @compiled_form_of("draw")
     def draw_into(
         self,
         storage: Storage,

@@ -24,7 +24,7 @@ from rlbuf_td.samplers.common import (
     reported_by,
     rows_drawn,
 )
-from rlbuf_td.samplers.reading import Reading
+from rlbuf_td.samplers.reading import Reading, Uncompiled
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, shown_kind, state_of
 from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
@@ -42,7 +42,6 @@ from rlbuf_td.storages.observed import FEWEST_ROWS, alternate, rows_that_show
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
 
-NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
 _LANES_REMEDY = (
     "Store each environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more steps "
@@ -155,12 +154,13 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def fill(self) -> Callable[..., None] | None:
         """Return the form of :meth:`draw_rows` that writes to given memory, see
         :class:`CompiledPlan`, or None."""
-        return compiled_form(self.innermost, "draw_into")
+        return compiled_form(self.innermost, "draw_into", "draw")
 
-    def looks_up_with_torch(self, storage: PackedStorage) -> bool:
-        """Whether no compiled code looks up episodes; raises the errors of a
-        look-up."""
-        return not self.episodes_of(storage).address
+    def need_loops(self, storage: PackedStorage) -> None:
+        """Raise :class:`Uncompiled` if no compiled code looks up episodes; raises the
+        errors of a look-up."""
+        if not self.episodes_of(storage).address:
+            raise Uncompiled("episodes are looked up with torch")
 
     @property
     def steps_needed(self) -> int:
@@ -362,9 +362,9 @@ def environments_alternate(storage: PackedStorage) -> bool:
 
 def reading_of(
     sampler: Sampler, storage: PackedStorage, size: int, is_stamped: bool
-) -> Reading | str:
-    """Return the compiled reading of what a sampler draws, or why there is none, in one
-    line.
+) -> Reading:
+    """Return the compiled reading of what a sampler draws; raise :class:`Uncompiled` if
+    there is none.
 
     Wrappers with a compiled form of their work, and of those inside them, have a method
     ``reading`` with the same arguments, except ``sampler``.
@@ -378,13 +378,11 @@ def reading_of(
     """
     if not isinstance(sampler, SamplerWrapper):
         return Reading(storage, size, is_stamped)
-    make = compiled_form(sampler, "reading")
-    found = (
-        f"{type(sampler).__name__} has no compiled form"
-        if make is None
-        else make(storage, size, is_stamped)
-    )
-    return cast("Reading | str", found)
+    implemented = "read", "draw_batch", "batch_of", "drawn_rows_of", "window"
+    reading = compiled_form(sampler, "reading", *implemented)
+    if reading is None:
+        raise Uncompiled(f"{type(sampler).__name__} has no compiled form")
+    return reading(storage, size, is_stamped)
 
 
 def draw_from(

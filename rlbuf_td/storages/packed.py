@@ -24,7 +24,6 @@ from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 from rlbuf_td.kernels.dispatch import (
     OFF,
     backend_of,
-    compiled_form_of,
     import_kernels,
     untraced,
 )
@@ -571,7 +570,6 @@ class PackedStorage(LazyTensorStorage):
     )
     _len = property(lambda self: len(self), lambda self, length: None)
 
-    @compiled_form_of("gather", "get", "written_rows", "all_rows")
     def bind_read(self) -> Rows:
         """Return the rows that compiled code reads."""
         return self.all_rows()
