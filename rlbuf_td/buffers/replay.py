@@ -727,9 +727,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         elif self._prefetch and size == self._batch_size and not self._returns_as_drawn:
             batch, info = self._drawn_ahead(size)
         else:
-            batch, info, plan = self._draw(size, is_returned=True)
-            is_asked = include_info and not return_info
-            if is_asked and plan.is_final and not plan.transforms:
+            is_plain = include_info and not return_info
+            batch, info, is_final = self._draw(size, is_plain=is_plain)
+            if is_final:
                 return batch
             batch, info = self._finish(batch, info)
         row_class = self._storage.row_class
@@ -737,7 +737,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             batch = self.parts.without_report(batch, info)
         if row_class is not None:
             batch = row_class.wrap(batch)
+        index = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
+        with self._replay_lock:
+            self._count_returned(index.numel())
         return (batch, info) if return_info else batch
+
+    def _count_returned(self, rows: int) -> None:
+        """Count a batch for :meth:`stats`; the caller holds the lock."""
+        counts = self.returned.values
+        counts[:] = counts[0] + 1, counts[1] + rows  # both, or none
 
     def _checked_size(self, batch_size: object) -> int:
         """Return the size of a batch as an int; raise an error if it is none, or the
@@ -760,7 +768,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         permission = Permission(self, size, waits=wait)
         for _ in waiting.attempts(timeout, permission.why_not, cancel_event):
             try:
-                batch, report, _ = self._draw(size, permission, is_returned=True)
+                batch, report, _ = self._draw(size, permission)
                 return self._finish(batch, report)
             except NotAdmitted:
                 if not wait:
@@ -909,14 +917,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         size: int,
         permission: Permission | None = None,
         *,
-        is_returned: bool = False,
-    ) -> tuple[Any, Info, Plan]:
-        """Draw a batch; return it, untransformed, the sampler's report, and the plan.
+        is_plain: bool = False,
+    ) -> tuple[Any, Info, bool]:
+        """Draw a batch; return it, untransformed, the sampler's report, and whether
+        :meth:`sample` returns this batch as it is, which is then counted.
 
         Args:
             size: the number of rows.
             permission: is asked for in the locked step that draws.
-            is_returned: whether :meth:`sample` returns this batch, and counts it.
+            is_plain: whether :meth:`sample` returns a batch with its report.
         """
         with self._storage.lock:
             if permission is not None:
@@ -928,16 +937,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
             self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
-            if is_returned:
-                self._count_returned(report["index"])
-        return batch, report, plan
-
-    def _count_returned(self, index: Any) -> None:
-        """Count a batch of the rows ``index`` for :meth:`stats`; the caller holds the
-        lock."""
-        rows = index if isinstance(index, torch.Tensor) else index[0]
-        counts = self.returned.values
-        counts[:] = counts[0] + 1, counts[1] + rows.shape[0]  # both, or none
+            is_final = is_plain and plan.is_final and not plan.transforms
+            if is_final:
+                self._count_returned(batch.batch_size[0])
+        return batch, report, is_final
 
     def _complete_rows(self) -> None:
         """Compute what a writer adds to the rows, before they are drawn."""
@@ -971,10 +974,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             if self._is_outdated:
                 self._is_outdated = False
                 self._clear_prefetch_queue_locked()
-            batch, info = super(TensorDictReplayBuffer, self).sample(size)
-        with self._replay_lock:
-            self._count_returned(info["index"])
-        return batch, info
+            return super(TensorDictReplayBuffer, self).sample(size)
 
     def _sample(self, batch_size: int) -> Any:
         """Draw and finish a batch; TorchRL's ``sample`` and its threads call this
