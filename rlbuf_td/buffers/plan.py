@@ -26,10 +26,11 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
-from rlbuf_td.samplers.common import reported_by, rows_drawn
+from rlbuf_td.samplers.common import reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading, Uncompiled
-from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
+from rlbuf_td.samplers.row_sampler import draw_from
+from rlbuf_td.samplers.wrapper import SamplerWrapper, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -193,7 +194,7 @@ class CompiledPlan(Plan):
         """See :class:`Plan`."""
         live, report = self.ring.numbered(), {}
         if self.draw_into is None:
-            drawn, report = rows_drawn(self.sampler, self.draws(self.storage, size))
+            drawn, report = self.draws(self.storage, size)
             # a user's sampler may give every other element of a tensor
             drawn = drawn.cpu().contiguous()
             address_of(drawn)  # raises an error if the rows have no memory

@@ -18,7 +18,14 @@ from rlbuf_td.samplers.common import (
     refuse_unordered,
     rows_drawn,
 )
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, numbered
+from rlbuf_td.storages.indexing import (
+    Index,
+    Info,
+    coordinates,
+    device_of,
+    flat_rows,
+    numbered,
+)
 
 
 class RowSampler(StatefulSampler):
@@ -130,12 +137,27 @@ class RowSampler(StatefulSampler):
         # TorchRL's buffers, which call this method, do not
         refuse_stored(self, storage)
         refuse_unordered(self, storage)
-        flat, info = rows_drawn(self, self.draw(storage, batch_size))
-        refuse_replacing(self, storage, info)
+        flat, info = draw_from(self, storage, batch_size)
         return coordinates(flat, storage), info
 
     def _empty(self) -> None:
         pass
+
+
+def draw_from(sampler: Any, storage: Storage, batch_size: int) -> tuple[Tensor, Info]:
+    """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL;
+    check what its ``draw`` returns."""
+    draw = getattr(sampler, "draw", None)
+    if draw is None:
+        index, info = sampler.sample(storage, batch_size)
+        drawn = flat_rows(index, storage, device_of(storage)), info
+    else:
+        drawn = draw(storage, batch_size)
+    # a user's sampler, or a user's subclass of ours
+    flat, info = rows_drawn(sampler, drawn)
+    if draw is not None:  # samplers of TorchRL's replace entries on purpose
+        refuse_replacing(sampler, storage, info)
+    return flat_rows(flat, storage, device_of(storage)), {**info}
 
 
 def drawn_into(

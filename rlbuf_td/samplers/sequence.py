@@ -31,10 +31,10 @@ from rlbuf_td.samplers.reading import (
     Reading,
     Uncompiled,
 )
+from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import (
     Drawn,
     SamplerWrapper,
-    draw_from,
     reading_of,
 )
 from rlbuf_td.storages import PackedStorage

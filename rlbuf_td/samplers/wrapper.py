@@ -18,13 +18,12 @@ from rlbuf_td.samplers.common import (
     Setting,
     StatefulSampler,
     refuse_other_storage,
-    refuse_replacing,
     refuse_stored,
     refuse_unordered,
     reported_by,
-    rows_drawn,
 )
 from rlbuf_td.samplers.reading import Reading, Uncompiled
+from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, shown_kind, state_of
 from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
@@ -33,7 +32,6 @@ from rlbuf_td.storages.indexing import (
     Info,
     coordinates,
     device_of,
-    flat_rows,
     refuse_unwritten,
 )
 from rlbuf_td.storages.keys import as_tuple
@@ -283,8 +281,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")
     default_priority = _of_inner("default_priority")
-    device = _of_inner("device")
-    max_size = _of_inner("max_size")
     ran_out = _of_inner("ran_out")
     requires_shared_state = _of_inner("requires_shared_state")
     can_sample = _of_inner("can_sample")
@@ -383,23 +379,6 @@ def reading_of(
     if reading is None:
         raise Uncompiled(f"{type(sampler).__name__} has no compiled form")
     return reading(storage, size, is_stamped)
-
-
-def draw_from(
-    sampler: Sampler, storage: PackedStorage, batch_size: int
-) -> tuple[Tensor, Info]:
-    """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
-    draw = getattr(sampler, "draw", None)
-    if draw is None:
-        index, info = sampler.sample(storage, batch_size)
-        drawn = flat_rows(index, storage, device_of(storage)), info
-    else:
-        drawn = draw(storage, batch_size)
-    # a user's sampler, or a user's subclass of ours
-    flat, info = rows_drawn(sampler, drawn)
-    if draw is not None:  # samplers of TorchRL's replace entries on purpose
-        refuse_replacing(sampler, storage, info)
-    return flat_rows(flat, storage, device_of(storage)), {**info}
 
 
 def leaf_stored(storage: PackedStorage, key: tuple[str, ...]) -> Leaf | None:

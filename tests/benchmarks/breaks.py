@@ -380,7 +380,7 @@ BREAKS = [
     # -- two ways in to one thing
     Break(
         "a report replaces stored entries within a wrapper",
-        "samplers/wrapper.py",
+        "samplers/row_sampler.py",
         "        refuse_replacing(sampler, storage, info)",
         "        pass",
         "tests/test_siblings.py",
