@@ -58,11 +58,8 @@ class Plan(ABC):
         self.ring, self.mode = storage.ring, in_dispatch_mode()
         self.epoch = storage.epoch
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
-        self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
-        self.is_stamped, self.report_keys = (
-            isinstance(self.innermost, Prioritized),
-            reported_by(sampler),
-        )
+        innermost = sampler if self.wrapper is None else self.wrapper.innermost
+        self.is_stamped = isinstance(innermost, Prioritized)
 
     def holds(self) -> bool:
         """Whether the plan is not in use, and rows and serials are those with which it
@@ -124,21 +121,18 @@ class TorchPlan(Plan):
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        storage, ring, sampler = self.storage, self.ring, self.sampler
-        if self.wrapper is not None:
-            written = ring.written.copy()
-            flat, info, batch = self.wrapper.draw_batch(storage, size)
-            info |= {
-                name: batch.get(name) for name in self.report_keys & {*batch.keys()}
-            }
-            # a reward_fn may have written to the buffer since the rows were read
-            if self.is_stamped:
-                info[SAMPLED_AT] = ring.serial(flat, written)
-        else:
+        storage, sampler = self.storage, self.sampler
+        written = self.ring.written.copy()
+        if self.wrapper is None:
             flat, info = draw_from(sampler, storage, size)
             batch = storage.gather(flat)
-            if self.is_stamped:
-                info[SAMPLED_AT] = ring.serial(flat)
+        else:
+            flat, info, batch = self.wrapper.draw_batch(storage, size)
+            reported = reported_by(sampler) & {*batch.keys()}
+            info |= {name: batch.get(name) for name in reported}
+        if self.is_stamped:
+            # a reward_fn may have written to the buffer since the rows were read
+            info[SAMPLED_AT] = self.ring.serial(flat, written)
         flat = flat.clone()  # a user's sampler may keep its tensor
         info["index"] = coordinates(flat, storage)  # pyrefly: ignore [unsupported-operation]
         merge_(batch, info)
@@ -167,19 +161,15 @@ class CompiledPlan(Plan):
     because a learner's step evicts torch's code from the caches.
     """
 
-    def __init__(
-        self, storage: PackedStorage, sampler: Sampler, reading: Reading, count: int
-    ) -> None:
+    def __init__(self, storage: PackedStorage, sampler: Sampler, size: int) -> None:
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
-        self.draw_into = (
-            compiled_form(sampler, "draw_into", "draw")
-            if wrapper is None
-            else wrapper.fill()
-        )
-        self.draws = (
-            partial(draw_from, sampler) if wrapper is None else wrapper.draw_rows
-        )
+        if wrapper is None:
+            self.count, self.draws = size, partial(draw_from, sampler)
+            self.draw_into = compiled_form(sampler, "draw_into", "draw")
+        else:
+            self.count, self.draws = wrapper.drawn_rows_of(size), wrapper.draw_rows
+            self.draw_into = wrapper.fill()
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
@@ -188,32 +178,27 @@ class CompiledPlan(Plan):
         #: Whether a batch is returned as soon as rows have been drawn to its memory,
         # and gathered.
         self.is_direct = wrapper is None and self.is_complete
-        self.count, self.memories = count, {count: self._memory_of(reading, count)}
+        self.memories: dict[int, _Memory] = {}
+        self._make(self.count)
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        live, report = self.ring.numbered(), {}
+        live, report, drawn, count = self.ring.numbered(), {}, None, self.count
         if self.draw_into is None:
             drawn, report = self.draws(self.storage, size)
             # a user's sampler may give every other element of a tensor
             drawn = drawn.cpu().contiguous()
             address_of(drawn)  # raises an error if the rows have no memory
             count = drawn.shape[0]
-            memory = self.memories.get(count) or self._make(count)
-            slot = memory.slots.take()
-            flat = slot.report["index"] if memory.rows is None else memory.rows
-            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
+        memory = self.memories.get(count) or self._make(count)
+        slot = memory.slots.take()
+        flat = slot.report["index"] if memory.rows is None else memory.rows
+        if drawn is None:
+            weights = memory.reading.drawn or slot.report
+            # pyrefly: ignore [not-callable]
+            self.draw_into(self.storage, live, flat, weights, memory.scratch)
         else:
-            memory = self.memories[self.count]
-            slot = memory.slots.take()
-            flat = slot.report["index"] if memory.rows is None else memory.rows
-            self.draw_into(
-                self.storage,
-                live,
-                flat,
-                memory.reading.drawn or slot.report,
-                memory.scratch,
-            )
+            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         cells = live[0]
         if not live[1]:  # some cells are holes
             self.storage.refuse_holes(flat)
@@ -253,29 +238,26 @@ class CompiledPlan(Plan):
         return slot.batch, report
 
     def _make(self, count: int) -> _Memory:
-        """Make the memory for another number of rows, which a user's sampler, or the
-        end of an epoch, gives."""
+        """Make the memory for a number of drawn rows; a user's sampler, or the end of
+        an epoch, gives other numbers than the usual one."""
         if len(self.memories) == _MOST_SIZES:
             self.memories.clear()
         # the memory outlives a call in inference mode
         with torch.inference_mode(False):
             reading = reading_of(self.sampler, self.storage, count, self.is_stamped)
-            self.memories[count] = found = self._memory_of(reading, count)
-        return found
-
-    def _memory_of(self, reading: Reading, count: int) -> _Memory:
-        is_weighted = (
-            self.is_stamped and self.draw_into is not None and not reading.drawn
-        )
-        named = [*reading.named(), *[WEIGHT] * is_weighted]
-        slots = BatchSlots(reading.rows.layout, named, reading.size, self.is_complete)
-        rows = (
-            torch.zeros(count, dtype=torch.int64, device="cpu")
-            if reading.lanes or reading.window > 1
-            else None
-        )
-        scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
-        return _Memory(reading, slots, rows, scratch, reading.single_call(count))
+            is_weighted = (
+                self.is_stamped and self.draw_into is not None and not reading.drawn
+            )
+            named = [*reading.named(), *[WEIGHT] * is_weighted]
+            layout = reading.rows.layout
+            slots = BatchSlots(layout, named, reading.size, self.is_complete)
+            rows = None
+            if reading.lanes or reading.window > 1:
+                rows = torch.zeros(count, dtype=torch.int64, device="cpu")
+            scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
+        memory = _Memory(reading, slots, rows, scratch, reading.single_call(count))
+        self.memories[count] = memory
+        return memory
 
 
 def plan_of(
@@ -286,16 +268,10 @@ def plan_of(
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
         return TorchPlan(storage, sampler, reason)
-    count = (
-        size if not isinstance(sampler, SamplerWrapper) else sampler.drawn_rows_of(size)
-    )
-    with torch.inference_mode(False):
-        is_stamped = isinstance(getattr(sampler, "innermost", sampler), Prioritized)
-        try:
-            reading = reading_of(sampler, storage, count, is_stamped)
-        except Uncompiled as cannot:
-            return TorchPlan(storage, sampler, str(cannot))
-        return CompiledPlan(storage, sampler, reading, count)
+    try:
+        return CompiledPlan(storage, sampler, size)
+    except Uncompiled as cannot:
+        return TorchPlan(storage, sampler, str(cannot))
 
 
 def _why_not_gathered(storage: PackedStorage) -> str:
