@@ -108,7 +108,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             raise RuntimeError(EMPTY)
         generator = self._rng
         if self.unique:
-            _refuse_more_than(rows, len(flat))
+            _refuse_more_than(rows, flat.shape[0])
             _draw_distinct_(flat, rows, generator)
         elif generator is None or generator.device == flat.device:
             flat.random_(0, rows, generator=generator)
@@ -197,15 +197,16 @@ def _draw_distinct_(
     drawn: torch.Tensor, rows: int, generator: torch.Generator | None
 ) -> None:
     """Fill ``drawn`` with distinct numbers below ``rows``."""
+    size = drawn.shape[0]
     is_theirs = generator is not None and generator.device != drawn.device
     if is_theirs or backend_of(drawn) != "numba":
-        uniform = uniform_numbers(len(drawn), generator, drawn.device)
+        uniform = uniform_numbers(size, generator, drawn.device)
         drawn.copy_(distinct_rows(uniform, rows))
         return
     kept = 0
-    for numbers in _candidates(rows, len(drawn), generator):
+    for numbers in _candidates(rows, size, generator):
         kept = append_distinct_(drawn, kept, numbers)
-        if kept == len(drawn):
+        if kept == size:
             break
 
 
