@@ -630,17 +630,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         refuse_ahead(self, self._sampler, self._writer)
         self.plans, self._storage.write_plan = {}, None
         self._loop_steps = threading.local()
-        transforms, has_units = (
-            getattr(self._transform, "transforms", ()),
-            self._sample_unit is not None,
-        )
+        transforms = getattr(self._transform, "transforms", ())
+        is_general = self._sample_unit is not None or self._has_collate_fn
         parts = Parts.of(
-            self._storage,
-            self._sampler,
-            self._writer,
-            transforms,
-            has_units,
-            self._has_collate_fn,
+            self._storage, self._sampler, self._writer, transforms, is_general
         )
         if self._copies_batches:
             refuse_copies(parts)
@@ -862,21 +855,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, pinned, copied, or of
         another class."""
-        is_moved, parts = (
-            self._pin_memory
-            or (self.batch_device is not None and self._copies_batches),
-            self.parts,
-        )
-        if (
-            is_moved
-            or self._service_shutdown
-            or torchrl_parts.modules_of(parts.transforms)
-        ):
+        parts = self.parts
+        transforms = torchrl_parts.modules_of(parts.transforms)
+        if transforms or self._pin_memory or self._copies_batches:
             return False
-        return (
-            not (parts.is_general or parts.gives_windows)
-            and parts.storage.row_class is None
-        )
+        if parts.is_general or parts.gives_windows or self._service_shutdown:
+            return False
+        return parts.storage.row_class is None
 
     @property
     def compiled(self) -> str:
@@ -1467,15 +1452,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         parts = self.parts
         if parts is None:
             return True
-        bind = (
-            None
-            if parts.prioritized is None
-            else compiled_form(parts.prioritized, "entry_loop", "mark_update")
-        )
-        loop = None if bind is None else bind()
-        if parts.prioritized is not None and loop is not None:
-            parts.prioritized.priorities.move_to(parts.storage)
-            return parts.prioritized.priorities, loop
+        sampler = parts.prioritized
+        if sampler is not None:
+            entry_loop = compiled_form(sampler, "entry_loop", "mark_update")
+            loop = None if entry_loop is None else entry_loop()
+            if loop is not None:
+                sampler.priorities.move_to(parts.storage)
+                return sampler.priorities, loop
         return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
     def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
@@ -1631,7 +1614,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             stamp = first_of_row(stamp, dims, inner).to(storage.device)
             flat = storage.skip_stale(flat, stamp)[0]
             kept = flat >= 0
-            if "mask" in parts.report_keys and "mask" in batch.keys():
+            if "mask" in reported_by(parts.sampler) and "mask" in batch.keys():
                 kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
             flat = flat[kept]
             storage.edit_entries(
@@ -1826,7 +1809,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 CUDA, the row is skipped instead.
         """
         parts = self.parts or self._initialize()
-        if parts.prioritized is None or parts.has_units:
+        if parts.prioritized is None or self._sample_unit is not None:
             nothing = Sampler.update_priority, SequenceSampler.update_priority
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
