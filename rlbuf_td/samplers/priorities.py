@@ -156,11 +156,6 @@ class Update(NamedTuple):
     counts: bool = True  # whether these TD errors can raise the magnitude of new rows
 
     @property
-    def form(self) -> tuple[bool, bool]:
-        """Which of the optional fields are set."""
-        return self.stamp is not None, self.windows is not None
-
-    @property
     def tensors(self) -> list[Any]:
         """What compiled code reads, in the order of :class:`Updates`."""
         tensors = [self.index, self.td_error]
@@ -228,8 +223,7 @@ class Priorities:
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
-        # by form, for updates like the last one
-        self._readable: dict[tuple[bool, bool], _Readable] = {}
+        self._readable: _Readable | None = None  # of updates like the last one
         # what compiled code reads; see `record_at`
         self._record: tuple[Any, ...] = _NO_RECORD
         rule.table = rule.make(capacity, self.device)
@@ -299,8 +293,7 @@ class Priorities:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
             written = live if are_cells else len(storage)
             has_holes = live < written
-        readable = self._readable.get(update.form)
-        addresses: Sequence[int] | None = None
+        readable, addresses = self._readable, None
         stale: int | Tensor = 0
         if readable is not None and storage is not None and not has_holes:
             addresses = readable.entries.addresses(update.tensors)
@@ -312,7 +305,7 @@ class Priorities:
                 self._update_with_torch(update, written)
                 self.keep(update.index, None if update.counts else storage)
                 return stale
-            self._readable[update.form] = readable = _Readable(update)
+            self._readable = readable = _Readable(update)
             addresses = [*map(address_of, update.tensors)]
         arguments = readable.arguments(update, addresses, written)
         with rule.table.lock:
@@ -498,7 +491,7 @@ class Priorities:
         """Move the priorities to the storage's device, and increase ``capacity`` to the
         storage's ``max_size``."""
         self.serves.claim(storage)
-        self._readable, self._record = {}, _NO_RECORD
+        self._readable, self._record = None, _NO_RECORD
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
@@ -577,7 +570,7 @@ class Priorities:
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
-            "_readable": {},
+            "_readable": None,
             "_record": _NO_RECORD,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
