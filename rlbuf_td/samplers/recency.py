@@ -123,7 +123,10 @@ class RecencySampler(RowSampler):
         self, storage: Storage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        return drawn_into(self, storage, batch_size)
+        scratch = torch.empty(
+            batch_size, dtype=torch.float64, device=device_of(storage)
+        )
+        return drawn_into(self, storage, batch_size, scratch)
 
     def draw_into(
         self,

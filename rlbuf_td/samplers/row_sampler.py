@@ -161,13 +161,11 @@ def draw_from(sampler: Any, storage: Storage, batch_size: int) -> tuple[Tensor, 
 
 
 def drawn_into(
-    sampler: Any, storage: Storage, batch_size: int
+    sampler: Any, storage: Storage, batch_size: int, scratch: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the rows that a sampler's method ``draw_into`` writes to new memory on the
-    storage's device, and an empty report."""
-    device = device_of(storage)
-    flat = torch.empty(batch_size, dtype=torch.int64, device=device)
-    scratch = torch.empty(batch_size, dtype=torch.float64, device=device)
-    refuse_fake(scratch)
+    storage's device, and an empty report; ``scratch``: memory for random numbers."""
+    flat = torch.empty(batch_size, dtype=torch.int64, device=device_of(storage))
+    refuse_fake(flat)
     sampler.draw_into(storage, numbered(storage), flat, {}, scratch)
     return flat, {}

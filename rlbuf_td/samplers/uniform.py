@@ -90,7 +90,8 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         self, storage: Storage, batch_size: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        return drawn_into(self, storage, batch_size)
+        # not on the device: some have no float64
+        return drawn_into(self, storage, batch_size, torch.empty(0, device="cpu"))
 
     def draw_into(
         self,
