@@ -99,6 +99,14 @@ CAUSES = {
 }
 
 
+# what replaces or moves rows, with the numbers of those that are kept
+MOVES = CAUSES | {
+    "storage.share_memory_": Cause(
+        lambda w: w.storage.share_memory_(), (*range(100, 100 + ROWS),)
+    ),
+}
+
+
 def drawn(rb: Any, batches: int = 12) -> set[int]:
     return {x for _ in range(batches) for x in rb.sample()["x"].flatten().tolist()}
 
@@ -286,12 +294,16 @@ def world(request: Any, tmp_path: Path) -> World:
     return World(storage, first, theirs, state, their_state, tmp_path)
 
 
-every_cause = pytest.mark.parametrize(
-    ("cause", "world"),
-    [(name, cause.saved) for name, cause in CAUSES.items()],
-    indirect=["world"],
-    ids=[*CAUSES],
-)
+def worlds(causes: dict[str, Cause]) -> Any:
+    return pytest.mark.parametrize(
+        ("cause", "world"),
+        [(name, cause.saved) for name, cause in causes.items()],
+        indirect=["world"],
+        ids=[*causes],
+    )
+
+
+every_cause = worlds(CAUSES)
 
 
 @every_cause
@@ -333,3 +345,22 @@ def test_the_buffer_that_loads_keeps_the_state_of_its_parts(world: World) -> Non
     first.load_state_dict(state)
     expected = torch.arange(1.0, ROWS + 1).tolist()
     assert first.sampler.priority(torch.arange(ROWS)).tolist() == expected
+
+
+@worlds(MOVES)
+def test_plans_and_updates_follow_rows_that_move(cause: str, world: World) -> None:
+    rb, storage = world.first, world.storage
+    rb.update_tensordict_priority(rb.sample().set("td_error", torch.ones(2)))
+    epoch = storage.epoch
+    MOVES[cause].call(world)
+    assert storage.epoch > epoch
+    last = storage[-1:].clone() if len(storage) else rows(0, 1)
+    rb.extend(last.set("x", torch.tensor([500])))
+    batches = [rb.sample() for _ in range(64)]
+    seen = {x for batch in batches for x in batch["x"].tolist()}
+    assert seen == {*[*MOVES[cause].kept, 500][-ROWS:]}
+    for batch in batches:
+        rb.update_tensordict_priority(batch.set("td_error", 2.0 + batch["x"]))
+    index = torch.arange(len(storage))
+    expected = 2.0 + storage["x"].double()
+    assert torch.equal(rb.sampler.priority(index), expected)

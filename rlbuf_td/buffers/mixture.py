@@ -755,9 +755,9 @@ def draw_rows_of(member: ReplayBuffer, count: int, is_weighted: bool) -> MemberR
     stamps = None
     # priorities must not change before the normalizer is known
     with member._locked():
-        batch, report = member._drawn(count)
+        batch, report, _ = member._draw(count)
         normalizer = normalizer_of(member, report)
-        if is_weighted and batch.ndim == 1 and SAMPLED_AT not in report:
+        if is_weighted and SAMPLED_AT not in report:
             stamps = member.storage.stamps(report["index"])
     if not member.include_info:
         merge_(batch, report)

@@ -19,7 +19,6 @@ from rlbuf_td.samplers.common import (
     StatefulSampler,
     refuse_stored,
     refuse_unordered,
-    reported_by,
 )
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.priorities import Update
@@ -60,14 +59,10 @@ class Parts(NamedTuple):
     prioritized: Prioritized | None
     # TorchRL's own list, kept here because each lookup takes 1 us
     transforms: Collection[Any]
-    has_units: bool  # TorchRL's ``sample_unit`` expands the drawn rows
     # batches are drawn through TorchRL's interface, see
     # :class:`~rlbuf_td.buffers.plan.GeneralPlan`
     is_general: bool
     gives_windows: bool  # batches get a dim for the steps of each window
-    # names of the entries, besides "index", that the sampler is known to add to each
-    # batch
-    report_keys: frozenset[str]
     writes_generally: bool  # TorchRL's code writes
     # the writer only counts what the storage writes after the newest rows
     writes_directly: bool
@@ -83,11 +78,10 @@ class Parts(NamedTuple):
         sampler: Sampler,
         writer: Writer,
         transforms: Any,
-        has_units: bool,
-        collates: bool,
+        is_general: bool,
     ) -> Parts:
-        """Derive the properties from the components; ``collates``: whether the buffer
-        has a ``collate_fn``."""
+        """Derive the properties from the components; ``is_general``: whether the buffer
+        has a ``sample_unit`` or a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_writer(writer, storage)
@@ -97,7 +91,7 @@ class Parts(NamedTuple):
             # must precede a load of rows, which ends their trajectories
             wrapper.watch(storage)
         prioritized = innermost if isinstance(innermost, Prioritized) else None
-        is_general = has_units or collates or (wrapper is None and not _draws(sampler))
+        is_general |= wrapper is None and not _draws(sampler)
         windows = wrapper is not None and wrapper.gives_windows and not is_general
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
@@ -105,7 +99,7 @@ class Parts(NamedTuple):
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         return cls(
             *(storage, sampler, writer, wrapper, prioritized, transforms),
-            *(has_units, is_general, windows, reported_by(sampler), generally),
+            *(is_general, windows, generally),
             writes_directly=isinstance(writer, TimeWriter)
             and all(
                 getattr(writer, name).__func__ is getattr(TimeWriter, name)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -26,10 +26,11 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
-from rlbuf_td.samplers.common import reported_by, rows_drawn
+from rlbuf_td.samplers.common import reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
+from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading, Uncompiled
+from rlbuf_td.samplers.row_sampler import draw_from
+from rlbuf_td.samplers.wrapper import SamplerWrapper, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -54,14 +55,11 @@ class Plan(ABC):
 
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
         self.storage, self.sampler, self.reason = storage, sampler, reason
-        self.rows, self.ring, self.mode = storage.rows, storage.ring, in_dispatch_mode()
-        self.serials = self.ring.address
+        self.ring, self.mode = storage.ring, in_dispatch_mode()
+        self.epoch = storage.epoch
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
-        self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
-        self.is_stamped, self.report_keys = (
-            isinstance(self.innermost, Prioritized),
-            reported_by(sampler),
-        )
+        innermost = sampler if self.wrapper is None else self.wrapper.innermost
+        self.is_stamped = isinstance(innermost, Prioritized)
 
     def holds(self) -> bool:
         """Whether the plan is not in use, and rows and serials are those with which it
@@ -69,12 +67,9 @@ class Plan(ABC):
 
         Rows do not move: users get aliases of their memory.
         """
-        ring = self.ring
         return (
             not self.is_busy
-            and self.storage.rows is self.rows
-            and self.storage._ring is ring
-            and ring.address == self.serials
+            and self.epoch == self.storage.epoch
             and in_dispatch_mode() == self.mode
         )
 
@@ -133,30 +128,27 @@ class TorchPlan(Plan):
         super().__init__(storage, sampler, reason)
         is_launched = self.wrapper is None and is_on_gpu(storage)
         self.draw_stamped = (
-            compiled_form(sampler, "draw_stamped") if is_launched else None
+            compiled_form(sampler, "draw_stamped", "draw") if is_launched else None
         )
-        self.keeps_rows = not _draws_itself(self.innermost)
+        self.keeps_rows = not _draws_itself(getattr(sampler, "innermost", sampler))
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        storage, ring, sampler = self.storage, self.ring, self.sampler
+        storage, sampler = self.storage, self.sampler
+        written = self.ring.written.copy()
         if self.wrapper is not None:
-            written = ring.written.copy()
             flat, info, batch = self.wrapper.draw_batch(storage, size)
-            info |= {
-                name: batch.get(name) for name in self.report_keys & {*batch.keys()}
-            }
-            # a reward_fn may have written to the buffer since the rows were read
-            if self.is_stamped:
-                info[SAMPLED_AT] = ring.serial(flat, written)
+            reported = reported_by(sampler) & {*batch.keys()}
+            info |= {name: batch.get(name) for name in reported}
         else:
             if self.draw_stamped is None:
                 flat, info = draw_from(sampler, storage, size)
             else:
                 flat, info = self.draw_stamped(storage, size)
             batch = storage.gather(flat)
-            if self.is_stamped and SAMPLED_AT not in info:
-                info[SAMPLED_AT] = ring.serial(flat)
+        if self.is_stamped and SAMPLED_AT not in info:
+            # a reward_fn may have written to the buffer since the rows were read
+            info[SAMPLED_AT] = self.ring.serial(flat, written)
         if self.keeps_rows:
             flat = flat.clone()  # a user's sampler may keep its tensor
         info["index"] = coordinates(flat, storage)  # pyrefly: ignore [unsupported-operation]
@@ -186,17 +178,15 @@ class CompiledPlan(Plan):
     because a learner's step evicts torch's code from the caches.
     """
 
-    def __init__(
-        self, storage: PackedStorage, sampler: Sampler, reading: Reading, count: int
-    ) -> None:
+    def __init__(self, storage: PackedStorage, sampler: Sampler, size: int) -> None:
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
-        self.draw_into = (
-            compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
-        )
-        self.draws = (
-            partial(draw_from, sampler) if wrapper is None else wrapper.draw_rows
-        )
+        if wrapper is None:
+            self.count, self.draws = size, partial(draw_from, sampler)
+            self.draw_into = compiled_form(sampler, "draw_into", "draw")
+        else:
+            self.count, self.draws = wrapper.drawn_rows_of(size), wrapper.draw_rows
+            self.draw_into = wrapper.fill()
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
@@ -205,32 +195,27 @@ class CompiledPlan(Plan):
         #: Whether a batch is returned as soon as rows have been drawn to its memory,
         # and gathered.
         self.is_direct = wrapper is None and self.is_complete
-        self.count, self.memories = count, {count: self._memory_of(reading, count)}
+        self.memories: dict[int, _Memory] = {}
+        self._make(self.count)
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        live, report = self.ring.numbered(), {}
+        live, report, drawn, count = self.ring.numbered(), {}, None, self.count
         if self.draw_into is None:
-            drawn, report = rows_drawn(self.sampler, self.draws(self.storage, size))
+            drawn, report = self.draws(self.storage, size)
             # a user's sampler may give every other element of a tensor
             drawn = drawn.cpu().contiguous()
             address_of(drawn)  # raises an error if the rows have no memory
             count = drawn.shape[0]
-            memory = self.memories.get(count) or self._make(count)
-            slot = memory.slots.take()
-            flat = slot.report["index"] if memory.rows is None else memory.rows
-            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
+        memory = self.memories.get(count) or self._make(count)
+        slot = memory.slots.take()
+        flat = slot.report["index"] if memory.rows is None else memory.rows
+        if drawn is None:
+            weights = memory.reading.drawn or slot.report
+            # pyrefly: ignore [not-callable]
+            self.draw_into(self.storage, live, flat, weights, memory.scratch)
         else:
-            memory = self.memories[self.count]
-            slot = memory.slots.take()
-            flat = slot.report["index"] if memory.rows is None else memory.rows
-            self.draw_into(
-                self.storage,
-                live,
-                flat,
-                memory.reading.drawn or slot.report,
-                memory.scratch,
-            )
+            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         cells = live[0]
         if not live[1]:  # some cells are holes
             self.storage.refuse_holes(flat)
@@ -270,32 +255,26 @@ class CompiledPlan(Plan):
         return slot.batch, report
 
     def _make(self, count: int) -> _Memory:
-        """Make the memory for another number of rows, which a user's sampler, or the
-        end of an epoch, gives."""
+        """Make the memory for a number of drawn rows; a user's sampler, or the end of
+        an epoch, gives other numbers than the usual one."""
         if len(self.memories) == _MOST_SIZES:
             self.memories.clear()
         # the memory outlives a call in inference mode
         with torch.inference_mode(False):
-            reading = cast(
-                "Reading",
-                reading_of(self.sampler, self.storage, count, self.is_stamped),
+            reading = reading_of(self.sampler, self.storage, count, self.is_stamped)
+            is_weighted = (
+                self.is_stamped and self.draw_into is not None and not reading.drawn
             )
-            self.memories[count] = found = self._memory_of(reading, count)
-        return found
-
-    def _memory_of(self, reading: Reading, count: int) -> _Memory:
-        is_weighted = (
-            self.is_stamped and self.draw_into is not None and not reading.drawn
-        )
-        named = [*reading.named(), *[WEIGHT] * is_weighted]
-        slots = BatchSlots(reading.rows.layout, named, reading.size, self.is_complete)
-        rows = (
-            torch.zeros(count, dtype=torch.int64, device="cpu")
-            if reading.lanes or reading.window > 1
-            else None
-        )
-        scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
-        return _Memory(reading, slots, rows, scratch, reading.single_call(count))
+            named = [*reading.named(), *[WEIGHT] * is_weighted]
+            layout = reading.rows.layout
+            slots = BatchSlots(layout, named, reading.size, self.is_complete)
+            rows = None
+            if reading.lanes or reading.window > 1:
+                rows = torch.zeros(count, dtype=torch.int64, device="cpu")
+            scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
+        memory = _Memory(reading, slots, rows, scratch, reading.single_call(count))
+        self.memories[count] = memory
+        return memory
 
 
 def plan_of(
@@ -308,15 +287,10 @@ def plan_of(
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
         return TorchPlan(storage, sampler, reason)
-    count = (
-        size if not isinstance(sampler, SamplerWrapper) else sampler.drawn_rows_of(size)
-    )
-    with torch.inference_mode(False):
-        is_stamped = isinstance(getattr(sampler, "innermost", sampler), Prioritized)
-        reading = reading_of(sampler, storage, count, is_stamped)
-        if isinstance(reading, str):
-            return TorchPlan(storage, sampler, reading)
-        return CompiledPlan(storage, sampler, reading, count)
+    try:
+        return CompiledPlan(storage, sampler, size)
+    except Uncompiled as cannot:
+        return TorchPlan(storage, sampler, str(cannot))
 
 
 def _draws_itself(sampler: Sampler) -> bool:
@@ -346,7 +320,8 @@ def _why_not_gathered(storage: PackedStorage) -> str:
     reading; "" if they have one."""
     if not len(storage):  # a sampler says so; a reading would look up episodes first
         return "there are no rows"
-    if compiled_form(storage, "bind_read") is None:
+    readers = "gather", "get", "written_rows", "all_rows"
+    if compiled_form(storage, "bind_read", *readers) is None:
         return f"{type(storage).__name__} has no compiled read"
     dims = storage.all_rows().layout.root.batch_size
     if dims:

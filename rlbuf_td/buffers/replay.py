@@ -638,17 +638,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         refuse_ahead(self, self._sampler, self._writer)
         self.plans, self._storage.write_plan = {}, None
         self._loop_steps = threading.local()
-        transforms, has_units = (
-            getattr(self._transform, "transforms", ()),
-            self._sample_unit is not None,
-        )
+        transforms = getattr(self._transform, "transforms", ())
+        is_general = self._sample_unit is not None or self._has_collate_fn
         parts = Parts.of(
-            self._storage,
-            self._sampler,
-            self._writer,
-            transforms,
-            has_units,
-            self._has_collate_fn,
+            self._storage, self._sampler, self._writer, transforms, is_general
         )
         if self._copies_batches:
             refuse_copies(parts)
@@ -727,39 +720,57 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             ShutDown: the buffer has been shut down.
         """
         include_info = self.include_info if include_info is None else include_info
-        if not wait and self.flow is None:
-            size = self._batch_size if batch_size is None else batch_size
-            if type(size) is int and include_info and not return_info:
-                plan = self.plans.get(size)
-                if plan is not None and plan.is_final and not plan.transforms:
-                    return self._draw(size, is_returned=True)[0]
-            return self._sample_now(batch_size, return_info, include_info)
-        return self._sample_when_admitted(
-            partial(self._sample_now, batch_size, return_info, include_info),
-            self._batch_size if batch_size is None else as_size(batch_size),
-            wait,
-            timeout,
-            cancel_event=cancel_event,
-        )
+        size = self._batch_size if batch_size is None else batch_size
+        if type(size) is not int or size not in self.plans:
+            size = self._checked_size(size)
+        if wait or self.flow is not None:
+            batch, info = self._drawn_when_admitted(size, wait, timeout, cancel_event)
+        elif self._prefetch and size == self._batch_size and not self._returns_as_drawn:
+            batch, info = self._drawn_ahead(size)
+        else:
+            is_plain = include_info and not return_info
+            batch, info, is_final = self._draw(size, is_plain=is_plain)
+            if is_final:
+                return batch
+            batch, info = self._finish(batch, info)
+        row_class = self._storage.row_class
+        if row_class is not None or not include_info:
+            batch = self.parts.without_report(batch, info)
+        if row_class is not None:
+            batch = wrap(batch, row_class)
+        index = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
+        with self._replay_lock:
+            self._count_returned(index.numel())
+        return (batch, info) if return_info else batch
 
-    def _sample_when_admitted(
+    def _count_returned(self, rows: int) -> None:
+        """Count a batch for :meth:`stats`; the caller holds the lock."""
+        counts = self.returned.values
+        counts[:] = counts[0] + 1, counts[1] + rows  # both, or none
+
+    def _checked_size(self, batch_size: object) -> int:
+        """Return the size of a batch as an int; raise an error if it is none, or the
+        buffer has been shut down."""
+        self._refuse_shut_down()
+        self._initialize()
+        if batch_size is None:
+            raise RuntimeError(_NO_SIZE)
+        return as_size(batch_size)
+
+    def _drawn_when_admitted(
         self,
-        sample: Callable[..., Any],
-        rows: int | None,
+        size: int,
         wait: bool,
         timeout: float | None,
-        *,
         cancel_event: Cancels | None,
     ) -> Any:
-        """Return ``sample(permission)`` for a :class:`Permission`, whose rows are asked
-        for and drawn in one locked step; see :meth:`sample`."""
-        if rows is None:
-            raise RuntimeError(_NO_SIZE)
-        self._initialize()
-        permission = Permission(self, as_size(rows), waits=wait)
+        """Draw and finish a batch as soon as a :class:`Permission` admits it; see
+        :meth:`sample`."""
+        permission = Permission(self, size, waits=wait)
         for _ in waiting.attempts(timeout, permission.why_not, cancel_event):
             try:
-                return sample(permission)
+                batch, report, _ = self._draw(size, permission)
+                return self._finish(batch, report)
             except NotAdmitted:
                 if not wait:
                     raise permission.refusal() from None
@@ -775,36 +786,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if not stored:
             return "the buffer is empty"
         return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
-
-    def _sample_now(
-        self,
-        batch_size: int | None,
-        return_info: bool,
-        include_info: bool,
-        permission: Permission | None = None,
-    ) -> Any:
-        self._refuse_shut_down()
-        size, parts = (
-            self._batch_size if batch_size is None else batch_size,
-            self.parts or self._initialize(),
-        )
-        if size is None:
-            raise RuntimeError(_NO_SIZE)
-        with self._replay_lock:  # finds rows that another process has allocated
-            row_class = parts.storage.row_class
-        batch, info = self._make_batch(as_size(size), permission)
-        if row_class is not None or not include_info:
-            batch = parts.without_report(batch, info)
-        batch = wrap(batch, row_class)
-        first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
-        with self._replay_lock:
-            self._count_returned(first.numel() if parts.gives_windows else len(first))
-        return (batch, info) if return_info else batch
-
-    def _count_returned(self, rows: int) -> None:
-        """Count a batch for :meth:`stats`; the caller holds the lock."""
-        counts = self.returned.values
-        counts[:] = counts[0] + 1, counts[1] + rows  # both, or none
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether :meth:`sample` can return a batch now.
@@ -882,21 +863,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, pinned, copied, or of
         another class."""
-        is_moved, parts = (
-            self._pin_memory
-            or (self.batch_device is not None and self._copies_batches),
-            self.parts,
-        )
-        if (
-            is_moved
-            or self._service_shutdown
-            or torchrl_parts.modules_of(parts.transforms)
-        ):
+        parts = self.parts
+        transforms = torchrl_parts.modules_of(parts.transforms)
+        if transforms or self._pin_memory or self._copies_batches:
             return False
-        return (
-            not (parts.is_general or parts.gives_windows)
-            and parts.storage.row_class is None
-        )
+        if parts.is_general or parts.gives_windows or self._service_shutdown:
+            return False
+        return parts.storage.row_class is None
 
     @property
     def compiled(self) -> str:
@@ -937,12 +910,24 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             write = f"{type(self._writer).__name__} has no compiled write"
         return {"add, extend": write} | calls
 
-    def _draw(self, size: int, is_returned: bool = False) -> Drawn:
-        """Draw a batch; return it, untransformed, and the sampler's report.
+    def _draw(
+        self,
+        size: int,
+        permission: Permission | None = None,
+        *,
+        is_plain: bool = False,
+    ) -> tuple[Any, Info, bool]:
+        """Draw a batch; return it, untransformed, the sampler's report, and whether
+        :meth:`sample` returns this batch as it is, which is then counted.
 
-        ``is_returned``: whether :meth:`sample` returns this batch.
+        Args:
+            size: the number of rows.
+            permission: is asked for in the locked step that draws.
+            is_plain: whether :meth:`sample` returns a batch with its report.
         """
         with self._storage.lock:
+            if permission is not None:
+                permission.ask()
             if self._storage.has_estimates:
                 self._complete_rows()
             plan = self.plans.get(size)
@@ -950,9 +935,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
             self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
-            if is_returned:
+            is_final = is_plain and plan.is_final and not plan.transforms
+            if is_final:
                 self._count_returned(batch.batch_size[0])
-        return batch, report
+        return batch, report, is_final
 
     def _complete_rows(self) -> None:
         """Compute what a writer adds to the rows, before they are drawn."""
@@ -973,53 +959,37 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             plan = plan_of(parts.storage, parts.sampler, size)
         plan.is_final = self._returns_as_drawn
         plan.transforms = torchrl_parts.modules_of(parts.transforms)
-        if len(self._storage):  # the first write can change the plan
+        # the first write can change the plan
+        if len(self._storage) and not self._service_shutdown:
             if len(self.plans) == _MOST_SIZES:
                 self.plans.clear()
             self.plans[size] = plan
         return plan
 
-    def _drawn(self, size: int, permission: Permission | None = None) -> Drawn:
-        """Draw a batch; return it and the report in the shape and with the index that
-        TorchRL's samplers give them.
-
-        A ``permission`` is asked for in the same locked step.
-        """
-        if permission is None:
-            batch, drawn = self._draw(size)
-        else:
-            with self._replay_lock:
-                permission.ask()
-                batch, drawn = self._draw(size)
-        report = {**drawn}  # `_last_draw` keeps the other one
-        index = report["index"]
-        if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
-            report["index"] = index.unbind(-1)  # pyrefly: ignore [unsupported-operation]
-        return (
-            self.parts.sampler.lay_out(batch, report)
-            if self.parts.gives_windows
-            else (batch, report)
-        )
-
-    def _make_batch(self, batch_size: int, permission: Permission | None) -> Drawn:
-        """Draw and finish a batch, or take one that was drawn ahead."""
-        is_other = permission is not None or batch_size != self._batch_size
-        if not self._prefetch or is_other or self._returns_as_drawn:
-            return self._finish(*self._drawn(batch_size, permission))
+    def _drawn_ahead(self, size: int) -> Drawn:
+        """Return a batch that was drawn ahead and finished."""
         with self._futures_lock:
             if self._is_outdated:
                 self._is_outdated = False
                 self._clear_prefetch_queue_locked()
-            return super(TensorDictReplayBuffer, self).sample(batch_size)
+            return super(TensorDictReplayBuffer, self).sample(size)
 
     def _sample(self, batch_size: int) -> Any:
         """Draw and finish a batch; TorchRL's ``sample`` and its threads call this
         method, and return the first of the pair."""
-        return self._finish(*self._drawn(batch_size)), None
+        batch, report, _ = self._draw(batch_size)
+        return self._finish(batch, report), None
 
-    def _finish(self, batch: Any, info: Info) -> Drawn:
-        """Copy a batch to ``device``, transform it, and pin its memory if the buffer
-        was made with ``pin_memory``."""
+    def _finish(self, batch: Any, report: Info) -> Drawn:
+        """Give a drawn batch and its report the shape and the index of TorchRL's
+        samplers, copy them to ``device``, transform the batch, and pin its memory if the
+        buffer was made with ``pin_memory``."""
+        info = {**report}  # `_last_draw` keeps the other one
+        index = info["index"]
+        if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
+            info["index"] = index.unbind(-1)  # pyrefly: ignore [unsupported-operation]
+        if self.parts.gives_windows:
+            batch, info = self.parts.sampler.lay_out(batch, info)
         if self._copies_batches:
             batch, info = copied(batch, info, self.batch_device)
         batch = self._transformed(batch, info)
@@ -1332,7 +1302,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             or self._recorder[0]() is not plan
             or self._recorder[1] is not stats
         ):
-            bind = compiled_form(stats, "bind_record")
+            bind = compiled_form(stats, "bind_record", "read", "record", "update")
             self._recorder = (
                 ref(plan),
                 stats,
@@ -1495,15 +1465,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         parts = self.parts
         if parts is None:
             return True
-        bind = (
-            None
-            if parts.prioritized is None
-            else compiled_form(parts.prioritized, "entry_loop")
-        )
-        loop = None if bind is None else bind()
-        if parts.prioritized is not None and loop is not None:
-            parts.prioritized.priorities.move_to(parts.storage)
-            return parts.prioritized.priorities, loop
+        sampler = parts.prioritized
+        if sampler is not None:
+            entry_loop = compiled_form(sampler, "entry_loop", "mark_update")
+            loop = None if entry_loop is None else entry_loop()
+            if loop is not None:
+                sampler.priorities.move_to(parts.storage)
+                return sampler.priorities, loop
         return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
     def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
@@ -1659,7 +1627,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             stamp = first_of_row(stamp, dims, inner).to(storage.device)
             flat = storage.skip_stale(flat, stamp)[0]
             kept = flat >= 0
-            if "mask" in parts.report_keys and "mask" in batch.keys():
+            if "mask" in reported_by(parts.sampler) and "mask" in batch.keys():
                 kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
             flat = flat[kept]
             storage.edit_entries(
@@ -1780,7 +1748,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _mark_run(self, index: object, first: int, count: int) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""
         prioritized = None if self.parts is None else self.parts.prioritized
-        enter = None if prioritized is None else compiled_form(prioritized, "mark_run")
+        enter = (
+            None
+            if prioritized is None
+            else compiled_form(prioritized, "mark_run", "mark_update")
+        )
         if enter is None:
             return self.mark_update(index)
         with self._locked():
@@ -1863,7 +1835,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                 CUDA, the row is skipped instead.
         """
         parts = self.parts or self._initialize()
-        if parts.prioritized is None or parts.has_units:
+        if parts.prioritized is None or self._sample_unit is not None:
             nothing = Sampler.update_priority, SequenceSampler.update_priority
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)

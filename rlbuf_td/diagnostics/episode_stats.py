@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY, may_be_missing
@@ -273,7 +272,6 @@ class EpisodeStats:
         ]
         self._count(shape, strides, _NO_LANES if lanes is None else lanes.cpu().numpy())
 
-    @compiled_form_of("read", "record", "update")
     def bind_record(self, layout: RowLayout) -> Record | None:
         """Return the compiled form of :meth:`record` for data of a row layout; None if
         it must be converted first."""

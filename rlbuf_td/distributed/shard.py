@@ -142,7 +142,7 @@ def checked_sampler(buffer: object) -> Any:
             "flow control",
             "samples_per_insert and min_size of the ShardedReplayBuffer",
         ),
-        (parts.has_units, "a sample unit", "a SequenceSampler"),
+        (buffer._sample_unit is not None, "a sample unit", "a SequenceSampler"),
         (
             buffer.storage.device.type != "cpu",
             f"rows on {buffer.storage.device}",

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from numba.core.dispatcher import Dispatcher
 
 Backend: TypeAlias = Literal["numba", "triton", "torch"]
-Method = TypeVar("Method", bound=Callable[..., object])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -158,30 +157,14 @@ def import_kernels() -> None:
             importlib.import_module(module.name)
 
 
-def compiled_form_of(*methods: str) -> Callable[[Method], Method]:
-    """Mark a method ``bind_...`` as the compiled form of ``methods`` of the same
-    part."""
-
-    def mark(bind: Method) -> Method:
-        bind.implements = frozenset(methods)  # pyrefly: ignore [missing-attribute]
-        return bind
-
-    return mark
-
-
-def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
-    """Return the method ``name`` of a part, or None if there is none, or a method that
-    it implements is overridden."""
-    overridden = set(vars(part))
-    for cls in type(part).__mro__:
-        bind = vars(cls).get(name)
-        if bind is not None:
-            return (
-                None
-                if getattr(bind, "implements", frozenset()) & overridden
-                else getattr(part, name)
-            )
-        overridden |= vars(cls).keys()
+def compiled_form(part: object, name: str, *methods: str) -> Any:
+    """Return the method ``name`` of a part, the compiled form of some other
+    ``methods``; None if there is none, or a class below overrides one of these."""
+    for members in (vars(part), *map(vars, type(part).__mro__)):
+        if name in members:
+            return getattr(part, name)
+        if not members.keys().isdisjoint(methods):
+            return None
     return None
 
 

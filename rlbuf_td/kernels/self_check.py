@@ -55,10 +55,11 @@ def fault_on(device: torch.device) -> str:
 
 
 def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
-    from rlbuf_td.kernels.draws.triton import uniform_rows
+    from rlbuf_td.kernels.draws.triton import uniform_rows_
 
     count, rows = 4096, 8
-    numbers = uniform_rows(count, rows, generator, device)
+    numbers = torch.empty(count, dtype=torch.int64, device=device)
+    uniform_rows_(numbers, rows, generator)
     if int(numbers.min()) < 0 or int(numbers.max()) >= rows:
         return False
     expected = count / rows

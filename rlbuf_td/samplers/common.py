@@ -300,12 +300,12 @@ def rows_drawn(sampler: Sampler, drawn: object) -> tuple[Tensor, Info]:
 def uniform_numbers(
     count: int, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and
-    return them on ``device``."""
-    source = device if generator is None else generator.device
-    numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
+    """Return ``[count]`` float64 numbers in ``[0, 1)``, which :func:`fill_uniform_` has
+    drawn, on ``device``."""
+    numbers = torch.empty(count, dtype=torch.float64, device=device)
     refuse_fake(numbers)
-    return numbers if source == device else numbers.to(device)
+    fill_uniform_(numbers, generator)
+    return numbers
 
 
 def refuse_fake(numbers: Tensor) -> None:
@@ -319,12 +319,13 @@ def refuse_fake(numbers: Tensor) -> None:
 
 
 def fill_uniform_(numbers: Tensor, generator: torch.Generator | None) -> None:
-    """Fill ``numbers``, float64 on the CPU, with the result of
-    :func:`uniform_numbers`."""
-    if generator is None or generator.device.type == "cpu":
+    """Fill ``numbers``, float64, with numbers in ``[0, 1)`` that are drawn on the
+    generator's device."""
+    if generator is None or generator.device == numbers.device:
         numbers.uniform_(generator=generator)
     else:
-        numbers.copy_(uniform_numbers(len(numbers), generator, numbers.device))
+        source = torch.empty_like(numbers, device=generator.device)
+        numbers.copy_(source.uniform_(generator=generator))
 
 
 def permutation(

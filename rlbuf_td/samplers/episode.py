@@ -218,7 +218,7 @@ class EpisodeSampler(SamplerWrapper):
         episode, step, real = self._layout_of(pieces.rows)
         step = pieces.start[episode] + step
         rows = storage.ring.cells_after(pieces.first[episode], step)
-        batch = self._reader(storage, flat)(rows, episode)
+        batch = self.read(storage, flat, rows, episode)
         is_first = real.clone()
         is_first[1:] &= episode[1:] != episode[:-1]
         flags = leaf_of(batch, self.init_key)

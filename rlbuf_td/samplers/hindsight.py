@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import accumulate
 from math import log
 from typing import Literal, TypeAlias
@@ -14,12 +13,12 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_values_
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
-from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, leaf_stored
+from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
+from rlbuf_td.samplers.wrapper import SamplerWrapper, leaf_stored
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -160,26 +159,17 @@ class HindsightSampler(SamplerWrapper):
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
             self.law = Law(thresholds, self.only_finished, log_gamma)
 
-    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
-        uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
-        # all reads of a batch follow one law
-        return partial(self._relabelled, storage, drawn, uniform, self.law)
-
-    def _relabelled(
+    def read(
         self,
         storage: PackedStorage,
         drawn: Tensor,
-        uniform: Tensor,
-        law: Law,
         flat: Tensor,
-        owner: Tensor | None,
+        owner: Tensor | None = None,
     ) -> TensorDictBase:
-        """Read the rows ``flat``, and relabel some of them.
-
-        ``uniform`` has a random number for each of the ``drawn`` rows. Row ``i`` of the
-        batch gets the goal of the drawn row ``owner[i]``; None: the batch consists of
-        the drawn rows.
-        """
+        """Read the rows ``flat``, and relabel some of them; see
+        :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        law = self.law
+        uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
         batch, goal_keys = storage.gather(flat), self._goal_keys(storage)
         steps, mask = choose_goals(self.episodes_of(storage).spans(drawn), uniform, law)
         rows = storage.ring.cells_after(drawn, steps)
@@ -257,19 +247,15 @@ class HindsightSampler(SamplerWrapper):
                 )
         return [goal.key for goal in goals]
 
-    @compiled_form_of("_reader", "_relabelled", "draw_batch", "batch_of")
-    def reading(
-        self, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> Reading | str:
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
         self._goal_keys(storage)
-        if self.looks_up_with_torch(storage):
-            return NO_LOOPS
+        self.need_loops(storage)
         if (
             "next",
             *self.achieved_goal_key,
         ) in storage.deduplicated or storage.all_rows().is_mapped:
-            return (
+            raise Uncompiled(
                 "goals of deduplicated rows, and of rows in a file, are read with torch"
             )
         return _RelabelledReading(self, storage, size, is_stamped)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from struct import Struct
 from typing import cast
 
@@ -14,18 +13,15 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
-from rlbuf_td.kernels.dispatch import compiled_form_of, loop, record_of
+from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers import launch_sums, n_step_sums
 from rlbuf_td.kernels.wrappers.rewards import Rewards
 from rlbuf_td.samplers.common import setting
-from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
+from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
 from rlbuf_td.samplers.wrapper import (
-    NO_LOOPS,
-    Read,
     SamplerWrapper,
     leaf_stored,
-    reading_of,
     summable,
 )
 from rlbuf_td.storages import PackedStorage
@@ -144,12 +140,15 @@ class NStepSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.n_steps, super().steps_needed)
 
-    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
-        return partial(self._summed, storage, super()._reader(storage, drawn))
-
-    def _summed(
-        self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None
+    def read(
+        self,
+        storage: PackedStorage,
+        drawn: Tensor,
+        flat: Tensor,
+        owner: Tensor | None = None,
     ) -> TensorDictBase:
+        """Read the rows ``flat``, and sum the rewards of the next steps; see
+        :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         n, rows = self.n_steps, storage.all_rows()
         kind, of_agents = self._reward_of(storage), self._flags_of_agents(storage)
         episodes, serials = self.episodes_of(storage), storage.ring.for_kernels()
@@ -166,7 +165,8 @@ class NStepSampler(SamplerWrapper):
         # steps
         else:
             owner = first if owner is None else owner
-            steps = read(window.flatten(), owner.repeat_interleave(n))
+            owners = owner.repeat_interleave(n)
+            steps = super().read(storage, drawn, window.flatten(), owners)
             batch = cast("TensorDictBase", steps[first * n])
 
         def column(key: tuple[str, ...], step: Tensor) -> Tensor:
@@ -274,23 +274,18 @@ class NStepSampler(SamplerWrapper):
         """Return the dtype and the shape of the reward."""
         return summable(storage, self.reward_key, "n-step returns")
 
-    @compiled_form_of("_reader", "_summed", "draw_batch", "batch_of")
-    def reading(
-        self, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> Reading | str:
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
         reward = self._reward_of(storage)
-        if self.looks_up_with_torch(storage):
-            return NO_LOOPS
+        self.need_loops(storage)
         if reward.dtype not in (torch.float32, torch.float64):
-            return f"rewards are {reward.dtype}, not float32 or float64"
+            raise Uncompiled(f"rewards are {reward.dtype}, not float32 or float64")
         if self._flags_of_agents(storage):
-            return "sums that end at the flags of each agent are made with torch"
-        if self.takes_goals:
-            return "n-step returns over hindsight are made with torch"
-        inner = reading_of(self.sampler, storage, size, is_stamped)
-        if isinstance(inner, str):
-            return inner
+            reason = "sums that end at the flags of each agent are made with torch"
+            raise Uncompiled(reason)
+        if self._inner is not None:
+            kind = type(self._inner).__name__
+            raise Uncompiled(f"n-step returns over a {kind} are made with torch")
         return _JoinedReading(self, storage, size, is_stamped)
 
     def _revised_keys(self) -> Iterator[NestedKey]:

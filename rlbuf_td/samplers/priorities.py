@@ -18,13 +18,13 @@ from rlbuf_td.kernels.batch import UPDATE, Updates
 from rlbuf_td.kernels.dispatch import (
     backend_of,
     compiled_form,
-    compiled_form_of,
     record_of,
     untraced,
     uses_numba,
 )
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
+from rlbuf_td.kernels.strata import empty_draws
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, BlockUpdate, Run
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
@@ -42,6 +42,7 @@ from rlbuf_td.storages.ring import Ring, refuse_stamps
 
 # indices of the shared settings; WEIGHED: the alpha of the stored weights
 ALPHA, BETA, LARGEST, WEIGHED = range(4)
+_NO_RECORD = (), None, 0
 
 
 class PriorityRule(ABC):
@@ -66,12 +67,23 @@ class PriorityRule(ABC):
     def make(self, capacity: int, device: torch.device | str) -> Any:
         """Create an empty table for the priorities of ``capacity`` rows."""
 
-    @abstractmethod
     def draw(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
     ) -> tuple[Tensor, Tensor]:
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
         CPU) if no row can be drawn."""
+        if backend_of(uniform) == "numba":
+            flat, weight = empty_draws(uniform.shape[0])
+            self.draw_into(uniform, rows, stratified, norm, flat, weight)
+            return flat, weight
+        self.refresh_weights()
+        return self.draw_with_torch(uniform, rows, stratified, norm)
+
+    @abstractmethod
+    def draw_with_torch(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`draw` returns, on any device."""
 
     def launch_draw(
         self,
@@ -99,8 +111,8 @@ class PriorityRule(ABC):
         flat: Tensor,
         weight: Tensor,
     ) -> None:
-        """Write what :meth:`draw` returns, with the current alpha, to ``flat`` and
-        ``weight`` in host memory."""
+        """Draw with the current alpha to ``flat`` and ``weight`` in host memory;
+        RuntimeError if no row can be drawn."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -129,7 +141,6 @@ class PriorityRule(ABC):
         """Whether kernels on a GPU draw and update."""
         return False
 
-    @compiled_form_of("update_")
     def launch_update_(
         self, update: BlockUpdate, largest: Tensor, counts: bool
     ) -> Tensor | None:
@@ -180,11 +191,6 @@ class Update(NamedTuple):
     stamp: Tensor | None = None
     windows: Windows | None = None
     counts: bool = True  # whether these TD errors can raise the magnitude of new rows
-
-    @property
-    def form(self) -> tuple[bool, bool]:
-        """Which of the optional fields are set."""
-        return self.stamp is not None, self.windows is not None
 
     @property
     def tensors(self) -> list[Any]:
@@ -254,10 +260,9 @@ class Priorities:
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
-        # by form, for updates like the last one
-        self._readable: dict[tuple[bool, bool], _Readable] = {}
+        self._readable: _Readable | None = None  # of updates like the last one
         # what compiled code reads; see `record_at`
-        self._record: tuple[Any, ...] = (), None, 0
+        self._record: tuple[Any, ...] = _NO_RECORD
         rule.table = rule.make(capacity, self.device)
 
     @property
@@ -320,8 +325,7 @@ class Priorities:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
             written = live if are_cells else len(storage)
             has_holes = live < written
-        readable = self._readable.get(update.form)
-        addresses: Sequence[int] | None = None
+        readable, addresses = self._readable, None
         stale: int | Tensor = 0
         if readable is not None and storage is not None and not has_holes:
             addresses = readable.entries.addresses(update.tensors)
@@ -337,7 +341,7 @@ class Priorities:
                 self._update_with_torch(update, written)
                 self.keep(update.index, None if update.counts else storage)
                 return stale
-            self._readable[update.form] = readable = _Readable(update)
+            self._readable = readable = _Readable(update)
             addresses = [*map(address_of, update.tensors)]
         arguments = readable.arguments(update, addresses, written)
         with rule.table.lock:
@@ -365,7 +369,7 @@ class Priorities:
     def _is_compiled(self) -> bool:
         return (
             uses_numba(self.device)
-            and compiled_form(self.rule, "update_loop") is not None
+            and compiled_form(self.rule, "update_loop", "update_") is not None
         )
 
     @property
@@ -373,7 +377,7 @@ class Priorities:
         """Whether kernels on a GPU draw and update."""
         return (
             self.rule.is_launched
-            and compiled_form(self.rule, "launch_update_") is not None
+            and compiled_form(self.rule, "launch_update_", "update_") is not None
         )
 
     def _launch(self, update: Update, written: int, ring: Ring | None) -> Tensor | None:
@@ -524,15 +528,8 @@ class Priorities:
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes
         priorities."""
-        rule, serials = self.rule, 0 if ring is None else ring.address
-        numbers = (
-            rule.table.address,
-            rule.settings.values,
-            rule.eps,
-            rule.min_priority,
-            ring,
-            serials,
-        )
+        rule, epoch = self.rule, getattr(storage, "epoch", None)
+        numbers = epoch, rule.table.address, rule.eps, rule.min_priority
         if numbers != self._record[0]:
             at = addressof(rule.settings.values)
             fields: dict[str, float] = {
@@ -547,7 +544,7 @@ class Priorities:
             }
             fields |= {
                 "alpha": at + 8 * ALPHA if rule.weighs_rows else 0,
-                "serials": serials,
+                "serials": 0 if ring is None else ring.address,
             }
             if storage is not None and ring is not None:
                 fields |= {
@@ -582,7 +579,7 @@ class Priorities:
         """Move the priorities to the storage's device, and increase ``capacity`` to the
         storage's ``max_size``."""
         self.serves.claim(storage)
-        self._readable = {}
+        self._readable, self._record = None, _NO_RECORD
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
@@ -648,9 +645,10 @@ class Priorities:
 
     def share_memory_(self) -> None:
         if not self.is_shared:
-            with outside_inference_mode():
+            with outside_inference_mode(), defer_sigint:
                 self.rule.table.share_memory_()
-            self.settings.share_memory_()
+                self.settings.share_memory_()
+                self._record = _NO_RECORD  # has the address of the settings
             self.is_shared = True
 
     def __getstate__(self) -> dict[str, object]:
@@ -660,8 +658,8 @@ class Priorities:
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
-            "_readable": {},
-            "_record": ((), None, 0),
+            "_readable": None,
+            "_record": _NO_RECORD,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
         }

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -118,7 +117,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         flat, weight, _ = self._drawn(storage, batch_size, None)
         return flat, {"priority_weight": weight}
 
-    @compiled_form_of("draw")
     def draw_stamped(
         self, storage: PackedStorage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -143,7 +141,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             batch_size, rows, *how, generator=self._rng, serials=serials
         )
 
-    @compiled_form_of("draw")
     def draw_into(
         self,
         storage: PackedStorage,
@@ -211,7 +208,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         :attr:`default_priority`."""
         self.priorities.enter(index, storage)
 
-    @compiled_form_of("mark_update")
     def mark_run(
         self, index: object, storage: PackedStorage, first: int, count: int
     ) -> None:
@@ -255,7 +251,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         use."""
         self.priorities.share_memory_()
 
-    @compiled_form_of("mark_update")
     def entry_loop(self) -> Any:
         """Return the function in ``write_cpu`` that sets the priorities of new rows;
         None: there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from math import nan
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code
+from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.common import NO_PRIORITY
@@ -47,15 +47,11 @@ class ProportionalRule(PriorityRule):
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
 
-    def draw(
+    def draw_with_torch(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
     ) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(
-            self.table, uniform, stratified, rows, self.settings.values[BETA], norm
-        )
-        if drawn is None:
-            raise RuntimeError(NO_PRIORITY)
-        return drawn
+        beta = self.settings.values[BETA]
+        return sum_tree.draw(self.table, uniform, stratified, rows, beta, norm)
 
     def launch_draw(
         self,
@@ -128,9 +124,8 @@ class ProportionalRule(PriorityRule):
             self.settings[WEIGHED], self.eps, self.min_priority, self.first
         )
 
-    @compiled_form_of("update_")
     def update_loop(self) -> Callable[..., Any]:
-        return _update_loop()
+        return loop("batch.cpu", "update_proportional")
 
     def refresh_weights(self, anew: bool = False) -> None:
         settings = self.settings.values
@@ -272,7 +267,6 @@ class ProportionalSampler(Prioritized):
         """
         return sum_tree.tree_bytes(capacity, torch.device(device))
 
-    @compiled_form_of("mark_update")
     def entry_loop(self) -> Any:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         from rlbuf_td.kernels.batch import write_cpu
@@ -312,13 +306,6 @@ class ProportionalSampler(Prioritized):
             "max_capacity": capacity,
             "magnitude": magnitude,
         }
-
-
-@cache
-def _update_loop() -> Callable[..., Any]:
-    from rlbuf_td.kernels.batch import cpu
-
-    return machine_code(cpu.update_proportional)
 
 
 def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[Tensor, float]:

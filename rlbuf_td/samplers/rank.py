@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import rank_order
-from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code
+from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
@@ -40,16 +39,12 @@ class RankRule(PriorityRule):
             )
             return rank_order.make_order(magnitude)
 
-    def draw(
+    def draw_with_torch(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
     ) -> tuple[Tensor, Tensor]:
+        table = cast("rank_order.SortedOrder", self.table)
         beta = self.settings.values[BETA]
-        drawn = self.table.draw(
-            self.ranks, uniform, stratified=stratified, beta=beta, norm=norm
-        )
-        if drawn is None:
-            raise RuntimeError(_NO_ROWS)
-        return drawn
+        return table.draw(self.ranks, uniform, stratified, beta, norm)
 
     def draw_into(
         self,
@@ -93,9 +88,8 @@ class RankRule(PriorityRule):
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         return self.table.update_(flat, td_error, rows)
 
-    @compiled_form_of("update_")
     def update_loop(self) -> Callable[..., Any]:
-        return _update_loop()
+        return loop("batch.cpu", "update_rank")
 
     def refresh_weights(self, anew: bool = False) -> None:
         if self.settings.values[ALPHA] != self.ranks.alpha:
@@ -174,7 +168,6 @@ class RankSampler(Prioritized):
             max_capacity, RankRule, alpha, beta, stratified, weight_norm, reduction
         )
 
-    @compiled_form_of("mark_update")
     def entry_loop(self) -> Any:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         from rlbuf_td.kernels.batch import write_cpu
@@ -241,10 +234,3 @@ class RankSampler(Prioritized):
             20401432
         """
         return rank_order.order_bytes(capacity, torch.device(device))
-
-
-@cache
-def _update_loop() -> Callable[..., Any]:
-    from rlbuf_td.kernels.batch import cpu
-
-    return machine_code(cpu.update_rank)

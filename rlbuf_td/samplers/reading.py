@@ -39,6 +39,10 @@ Named: TypeAlias = tuple[str, Entry]
 WEIGHT: Named = "priority_weight", (torch.float32, SCALAR)
 
 
+class Uncompiled(Exception):
+    """Compiled code cannot read a batch; the message says why, in one line."""
+
+
 class BatchSlot(NamedTuple):
     """A batch of uninitialised tensors."""
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from math import expm1, inf, log
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
-from rlbuf_td.kernels.draws import recent_rows
+from rlbuf_td.kernels.draws import recent_rows_
 from rlbuf_td.kernels.host_memory import to_device
-from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
-from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting
+from rlbuf_td.samplers.row_sampler import RowSampler, drawn_into
+from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import number, optional, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, stand_apart
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.ring import Ring
 
 
 def _half_life(name: str, value: object) -> float:
@@ -123,39 +123,36 @@ class RecencySampler(RowSampler):
         self, storage: Storage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows, device = len(storage), device_of(storage)
-        if not rows:
-            raise RuntimeError(EMPTY)
-        uniform = uniform_numbers(batch_size, self._rng, device)
-        if stand_apart(storage):
-            return self._draw_by_lane(storage, uniform), {}
-        lanes = lanes_of(storage).numel()
-        steps = rows // lanes
-        newest = torchrl_parts.last_step(storage, steps)
-        return recent_rows(
-            uniform, newest, self.span(steps), steps, lanes, self.log_decay
-        ), {}
+        scratch = torch.empty(
+            batch_size, dtype=torch.float64, device=device_of(storage)
+        )
+        return drawn_into(self, storage, batch_size, scratch)
 
-    @compiled_form_of("draw", "span")
     def draw_into(
         self,
-        storage: PackedStorage,
+        storage: Storage,
         live: tuple[int, bool],
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        ring = storage.ring
-        cells, newest = ring.longest * ring.lanes, ring.newest
-        if newest < 0:
-            flat.copy_(self.draw(storage, len(flat))[0])
-            return
+        rows = live[0]
+        ring: Any = getattr(storage, "ring", None)
+        if not rows:
+            raise RuntimeError(EMPTY)
         fill_uniform_(scratch, self._rng)
-        steps = cells // ring.lanes
-        recent_rows(
-            scratch, newest, self.span(steps), steps, ring.lanes, self.log_decay, flat
-        )
+        if ring is None:
+            lanes = lanes_of(storage).numel()
+            newest = torchrl_parts.last_step(storage, rows // lanes)
+        else:
+            lanes, newest = ring.lanes, ring.newest
+        if newest < 0:
+            flat.copy_(self._draw_by_lane(ring, scratch))
+            return
+        steps = rows // lanes
+        span = self.span(steps)
+        recent_rows_(flat, scratch, newest, span, steps, lanes, self.log_decay)
 
     def _mass_by_lane(self, count: Tensor) -> tuple[Tensor, Tensor]:
         """Return, of lanes with ``count`` steps, ``[E]``, how many may be drawn, and
@@ -165,8 +162,8 @@ class RecencySampler(RowSampler):
             return span, span.double()
         return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
-    def _draw_by_lane(self, storage: PackedStorage, uniform: Tensor) -> Tensor:
-        span, mass = self._mass_by_lane(to_device(storage.ring.count, uniform.device))
+    def _draw_by_lane(self, ring: Ring, uniform: Tensor) -> Tensor:
+        span, mass = self._mass_by_lane(to_device(ring.count, uniform.device))
         end = mass.cumsum(0)
         place = torch.minimum(
             uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(()))
@@ -181,8 +178,8 @@ class RecencySampler(RowSampler):
         else:
             age = within * span[lane]
         age = torch.minimum(age.long(), span[lane] - 1)
-        written = to_device(storage.ring.written, lane.device)
-        return (written[lane] - 1 - age) % storage.ring.steps * len(span) + lane
+        written = to_device(ring.written, lane.device)
+        return (written[lane] - 1 - age) % ring.steps * len(span) + lane
 
     def probability(self, index: object, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""

@@ -4,6 +4,7 @@ own."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,20 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.samplers.common import (
     StatefulSampler,
+    refuse_fake,
     refuse_replacing,
     refuse_stored,
     refuse_unordered,
     rows_drawn,
 )
-from rlbuf_td.storages.indexing import Index, coordinates
+from rlbuf_td.storages.indexing import (
+    Index,
+    Info,
+    coordinates,
+    device_of,
+    flat_rows,
+    numbered,
+)
 
 
 class RowSampler(StatefulSampler):
@@ -128,9 +137,35 @@ class RowSampler(StatefulSampler):
         # TorchRL's buffers, which call this method, do not
         refuse_stored(self, storage)
         refuse_unordered(self, storage)
-        flat, info = rows_drawn(self, self.draw(storage, batch_size))
-        refuse_replacing(self, storage, info)
+        flat, info = draw_from(self, storage, batch_size)
         return coordinates(flat, storage), info
 
     def _empty(self) -> None:
         pass
+
+
+def draw_from(sampler: Any, storage: Storage, batch_size: int) -> tuple[Tensor, Info]:
+    """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL;
+    check what its ``draw`` returns."""
+    draw = getattr(sampler, "draw", None)
+    if draw is None:
+        index, info = sampler.sample(storage, batch_size)
+        drawn = flat_rows(index, storage, device_of(storage)), info
+    else:
+        drawn = draw(storage, batch_size)
+    # a user's sampler, or a user's subclass of ours
+    flat, info = rows_drawn(sampler, drawn)
+    if draw is not None:  # samplers of TorchRL's replace entries on purpose
+        refuse_replacing(sampler, storage, info)
+    return flat_rows(flat, storage, device_of(storage)), {**info}
+
+
+def drawn_into(
+    sampler: Any, storage: Storage, batch_size: int, scratch: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the rows that a sampler's method ``draw_into`` writes to new memory on the
+    storage's device, and an empty report; ``scratch``: memory for random numbers."""
+    flat = torch.empty(batch_size, dtype=torch.int64, device=device_of(storage))
+    refuse_fake(flat)
+    sampler.draw_into(storage, numbered(storage), flat, {}, scratch)
+    return flat, {}

@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import (
     backend_of,
-    compiled_form_of,
     loop,
     record_of,
 )
@@ -30,12 +29,12 @@ from rlbuf_td.samplers.reading import (
     BatchSlots,
     Named,
     Reading,
+    Uncompiled,
 )
+from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import (
-    NO_LOOPS,
     Drawn,
     SamplerWrapper,
-    draw_from,
     reading_of,
 )
 from rlbuf_td.storages import PackedStorage
@@ -361,12 +360,9 @@ class SequenceSampler(SamplerWrapper):
         Even with ``boundary="strict"``, no anchor is replaced.
         """
         anchors, window = flat, self.window
-        read = self._reader(storage, anchors)
         flat, real = self._windows(storage, anchors, *self._reach(storage, anchors))
-        batch = read(
-            flat,
-            torch.arange(len(anchors), device=flat.device).repeat_interleave(window),
-        )
+        number = torch.arange(len(anchors), device=flat.device)
+        batch = self.read(storage, anchors, flat, number.repeat_interleave(window))
         begins = None
         if self.across_episodes:
             begins = self.episodes_of(storage).spans(flat).back.view_as(real) == 0
@@ -534,39 +530,23 @@ class SequenceSampler(SamplerWrapper):
             return {}
         return {init_key if len(init_key) > 1 else init_key[0]: first.reshape(-1, 1)}
 
-    @compiled_form_of(
-        "_reader",
-        "_windows",
-        "_mark_",
-        "_reach",
-        "window",
-        "drawn_rows_of",
-        "draw_batch",
-        "batch_of",
-    )
-    def reading(
-        self, storage: PackedStorage, size: int, is_stamped: bool
-    ) -> Reading | str:
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
         layout, init_key = (
             storage.all_rows().layout,
             cast("tuple[str, ...]", self.flag_keys[0]),
         )
         flags = {leaf.dtype for leaf in layout.leaves if leaf.key in self.flag_keys}
-        if self.looks_up_with_torch(storage):
-            return NO_LOOPS
+        self.need_loops(storage)
         if storage.deduplicated.keys() & {*self.flag_keys}:
-            return "flags are deduplicated"
+            raise Uncompiled("flags are deduplicated")
         if not flags <= {torch.bool}:
-            return f"flags are {flags}"
+            raise Uncompiled(f"flags are {flags}")
         if self.across_episodes and len(init_key) > 1 and init_key not in layout.places:
-            return f"{show_key(init_key)}, which the rows lack, is added with torch"
+            reason = f"{show_key(init_key)}, which the rows lack, is added with torch"
+            raise Uncompiled(reason)
         inner = reading_of(self.sampler, storage, size * self.window, is_stamped)
-        return (
-            inner
-            if isinstance(inner, str)
-            else _WindowReading(self, storage, size, is_stamped, inner)
-        )
+        return _WindowReading(self, storage, size, is_stamped, inner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()

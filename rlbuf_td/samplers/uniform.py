@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
-from rlbuf_td.kernels.draws import append_distinct_, distinct_rows, uniform_rows
+from rlbuf_td.kernels.dispatch import backend_of, uses_triton
+from rlbuf_td.kernels.draws import append_distinct_, distinct_rows, uniform_rows_
 from rlbuf_td.samplers.common import EMPTY, refuse_never, setting, uniform_numbers
-from rlbuf_td.samplers.row_sampler import RowSampler
+from rlbuf_td.samplers.row_sampler import RowSampler, drawn_into
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, optional, whole
 from rlbuf_td.storages.indexing import (
@@ -94,58 +94,51 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         self, storage: Storage, batch_size: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows = self._drawable(storage)
-        if rows == 0:
-            raise RuntimeError(EMPTY)
-        device, generator = device_of(storage), self._rng
-        if self.unique:
-            _refuse_more_than(rows, batch_size)
-            number = self._distinct(rows, batch_size, device)
-        else:
-            number = uniform_rows(batch_size, rows, generator, device)
-        return self._nth(storage, number), {}
+        is_plain = not self.unique and self.max_age is None
+        device = device_of(storage)
+        if is_plain and uses_triton(device):
+            rows = row_count(storage)
+            if not rows:
+                raise RuntimeError(EMPTY)
+            number = torch.empty(batch_size, dtype=torch.int64, device=device)
+            uniform_rows_(number, rows, self._rng)
+            return nth_rows(storage, number), {}
+        # not on the device: some have no float64
+        return drawn_into(self, storage, batch_size, torch.empty(0, device="cpu"))
 
-    @compiled_form_of("draw", "_drawable", "_nth", "_distinct")
     def draw_into(
         self,
-        storage: PackedStorage,
+        storage: Storage,
         live: tuple[int, bool],
         flat: torch.Tensor,
         report: dict[str, torch.Tensor],
         scratch: torch.Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        generator = self._rng
-        if self.max_age is not None or not (
-            generator is None or generator.device.type == "cpu"
-        ):
-            flat.copy_(self.draw(storage, len(flat))[0])
-            return
         rows, are_cells = live
+        if self.max_age is not None:
+            rows = self._drawable(storage)
         if not rows:
             raise RuntimeError(EMPTY)
+        generator = self._rng
         if self.unique:
-            _refuse_more_than(rows, len(flat))
+            _refuse_more_than(rows, flat.shape[0])
             _draw_distinct_(flat, rows, generator)
-        else:
+        elif generator is None or generator.device == flat.device:
             flat.random_(0, rows, generator=generator)
-        if not are_cells:
-            flat.copy_(storage.ring.cell_of(flat))
+        else:
+            source = torch.empty_like(flat, device=generator.device)
+            flat.copy_(source.random_(0, rows, generator=generator))
+        if self.max_age is not None:
+            flat.copy_(_nth_young(storage, self.max_age, flat))
+        elif not are_cells:
+            flat.copy_(nth_rows(storage, flat))
 
     def _drawable(self, storage: Storage) -> int:
         return (
             row_count(storage)
             if self.max_age is None
             else young_count(storage, self.max_age)
-        )
-
-    def _nth(self, storage: Storage, number: torch.Tensor) -> torch.Tensor:
-        """Return the flat indices of rows; ``number`` counts the rows that may be drawn
-        from 0 on."""
-        return (
-            nth_rows(storage, number)
-            if self.max_age is None
-            else _nth_young(storage, self.max_age, number)
         )
 
     def probability(self, index: object, *, storage: Storage) -> torch.Tensor:
@@ -171,20 +164,6 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         if self.unique:
             refuse_never(batch_size, storage, "distinct rows", "unique=False")
         return self._drawable(storage) >= (batch_size if self.unique else 1)
-
-    def _distinct(
-        self, rows: int, batch_size: int, device: torch.device
-    ) -> torch.Tensor:
-        generator, drawn = (
-            self._rng,
-            torch.empty(batch_size, dtype=torch.int64, device=device),
-        )
-        is_on_host = backend_of(drawn) == "numba" and (
-            generator is None or generator.device == device
-        )
-        if is_on_host:
-            return _draw_distinct_(drawn, rows, generator)
-        return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
 
     def load_state_dict(self, state_dict: State) -> None:
         """Restore the settings. A state of TorchRL's ``RandomSampler`` is accepted, and
@@ -230,14 +209,19 @@ def _refuse_more_than(rows: int, batch_size: int) -> None:
 
 def _draw_distinct_(
     drawn: torch.Tensor, rows: int, generator: torch.Generator | None
-) -> torch.Tensor:
-    """Fill ``drawn``, on the CPU, with distinct numbers below ``rows``; return it."""
+) -> None:
+    """Fill ``drawn`` with distinct numbers below ``rows``."""
+    size = drawn.shape[0]
+    is_theirs = generator is not None and generator.device != drawn.device
+    if is_theirs or backend_of(drawn) != "numba":
+        uniform = uniform_numbers(size, generator, drawn.device)
+        drawn.copy_(distinct_rows(uniform, rows))
+        return
     kept = 0
-    for numbers in _candidates(rows, len(drawn), generator):
+    for numbers in _candidates(rows, size, generator):
         kept = append_distinct_(drawn, kept, numbers)
-        if kept == len(drawn):
+        if kept == size:
             break
-    return drawn
 
 
 def _candidates(

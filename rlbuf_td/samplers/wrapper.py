@@ -18,13 +18,12 @@ from rlbuf_td.samplers.common import (
     Setting,
     StatefulSampler,
     refuse_other_storage,
-    refuse_replacing,
     refuse_stored,
     refuse_unordered,
     reported_by,
-    rows_drawn,
 )
-from rlbuf_td.samplers.reading import Reading
+from rlbuf_td.samplers.reading import Reading, Uncompiled
+from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, shown_kind, state_of
 from rlbuf_td.storages.episodes import EpisodeKeys, Episodes
@@ -33,7 +32,6 @@ from rlbuf_td.storages.indexing import (
     Info,
     coordinates,
     device_of,
-    flat_rows,
     refuse_unwritten,
 )
 from rlbuf_td.storages.keys import as_tuple
@@ -42,19 +40,11 @@ from rlbuf_td.storages.observed import FEWEST_ROWS, alternate, rows_that_show
 from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import folded
 
-NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
 _LANES_REMEDY = (
     "Store each environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more steps "
     "of one trajectory at a time, with ids; or keep the handle of rb.lane(e)"
 )
-Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
-"""``read(flat, owner)`` reads the flat rows, and revises each row with the random
-choices for one drawn row.
-
-For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is None,
-``flat`` holds the drawn rows.
-"""
 
 
 def _of_inner(name: str) -> Any:
@@ -116,13 +106,22 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys |= reported_by(sampler)
 
-    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
-        """Return a :data:`Read` function for the drawn rows, ``[B]``."""
-        return (
-            (lambda flat, _: storage.gather(flat))
-            if self._inner is None
-            else self._inner._reader(storage, drawn)
-        )
+    def read(
+        self,
+        storage: PackedStorage,
+        drawn: Tensor,
+        flat: Tensor,
+        owner: Tensor | None = None,
+    ) -> TensorDictBase:
+        """Read the rows ``flat`` for a batch of the ``drawn`` rows, and revise each one
+        with the random choices for one drawn row.
+
+        For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is
+        None, ``flat`` holds the drawn rows.
+        """
+        if self._inner is None:
+            return storage.gather(flat)
+        return self._inner.read(storage, drawn, flat, owner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         """Yield the keys of the entries that this wrapper and the wrappers inside it
@@ -153,12 +152,13 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def fill(self) -> Callable[..., None] | None:
         """Return the form of :meth:`draw_rows` that writes to given memory, see
         :class:`CompiledPlan`, or None."""
-        return compiled_form(self.innermost, "draw_into")
+        return compiled_form(self.innermost, "draw_into", "draw")
 
-    def looks_up_with_torch(self, storage: PackedStorage) -> bool:
-        """Whether no compiled code looks up episodes; raises the errors of a
-        look-up."""
-        return not self.episodes_of(storage).address
+    def need_loops(self, storage: PackedStorage) -> None:
+        """Raise :class:`Uncompiled` if no compiled code looks up episodes; raises the
+        errors of a look-up."""
+        if not self.episodes_of(storage).address:
+            raise Uncompiled("episodes are looked up with torch")
 
     @property
     def steps_needed(self) -> int:
@@ -197,7 +197,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and
         their info dict."""
-        return flat, info, self._reader(storage, flat)(flat, None)
+        return flat, info, self.read(storage, flat, flat)
 
     def episodes_of(self, storage: PackedStorage) -> Episodes:
         """Return the episodes of the rows by this wrapper's keys, up to date; raises
@@ -281,8 +281,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")
     default_priority = _of_inner("default_priority")
-    device = _of_inner("device")
-    max_size = _of_inner("max_size")
     ran_out = _of_inner("ran_out")
     requires_shared_state = _of_inner("requires_shared_state")
     can_sample = _of_inner("can_sample")
@@ -360,9 +358,9 @@ def environments_alternate(storage: PackedStorage) -> bool:
 
 def reading_of(
     sampler: Sampler, storage: PackedStorage, size: int, is_stamped: bool
-) -> Reading | str:
-    """Return the compiled reading of what a sampler draws, or why there is none, in one
-    line.
+) -> Reading:
+    """Return the compiled reading of what a sampler draws; raise :class:`Uncompiled` if
+    there is none.
 
     Wrappers with a compiled form of their work, and of those inside them, have a method
     ``reading`` with the same arguments, except ``sampler``.
@@ -376,30 +374,11 @@ def reading_of(
     """
     if not isinstance(sampler, SamplerWrapper):
         return Reading(storage, size, is_stamped)
-    make = compiled_form(sampler, "reading")
-    found = (
-        f"{type(sampler).__name__} has no compiled form"
-        if make is None
-        else make(storage, size, is_stamped)
-    )
-    return cast("Reading | str", found)
-
-
-def draw_from(
-    sampler: Sampler, storage: PackedStorage, batch_size: int
-) -> tuple[Tensor, Info]:
-    """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
-    draw = getattr(sampler, "draw", None)
-    if draw is None:
-        index, info = sampler.sample(storage, batch_size)
-        drawn = flat_rows(index, storage, device_of(storage)), info
-    else:
-        drawn = draw(storage, batch_size)
-    # a user's sampler, or a user's subclass of ours
-    flat, info = rows_drawn(sampler, drawn)
-    if draw is not None:  # samplers of TorchRL's replace entries on purpose
-        refuse_replacing(sampler, storage, info)
-    return flat_rows(flat, storage, device_of(storage)), {**info}
+    implemented = "read", "draw_batch", "batch_of", "drawn_rows_of", "window"
+    reading = compiled_form(sampler, "reading", *implemented)
+    if reading is None:
+        raise Uncompiled(f"{type(sampler).__name__} has no compiled form")
+    return reading(storage, size, is_stamped)
 
 
 def leaf_stored(storage: PackedStorage, key: tuple[str, ...]) -> Leaf | None:

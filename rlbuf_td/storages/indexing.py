@@ -66,9 +66,17 @@ def lanes_of(storage: Storage) -> torch.Size:
     return lanes or storage.shape[1:]
 
 
+def numbered(storage: Storage) -> tuple[int, bool]:
+    """Return the number of written rows, and whether the number of each is its flat
+    index, see :meth:`Ring.numbered`."""
+    if hasattr(storage, "ring"):
+        return storage.ring.numbered()
+    return len(storage), True
+
+
 def row_count(storage: Storage) -> int:
     """Return the number of written rows, without holes."""
-    return len(storage.ring) if hasattr(storage, "ring") else len(storage)
+    return numbered(storage)[0]
 
 
 def nth_rows(storage: Storage, number: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 from rlbuf_td.kernels.dispatch import (
     OFF,
     backend_of,
-    compiled_form_of,
     import_kernels,
     untraced,
 )
@@ -252,6 +251,8 @@ class PackedStorage(LazyTensorStorage):
     has_estimates = False
     # how rows are written; None: the next write chooses
     write_plan: WritePlan | None = None
+    # how often rows, their class, or the addresses of rows and serials have changed
+    epoch = 0
     _ring: Ring
 
     def __init__(
@@ -379,6 +380,7 @@ class PackedStorage(LazyTensorStorage):
 
     def _begin(self) -> None:
         """Begin without rows, as a storage of this process alone."""
+        self.epoch += 1
         self.rows: Rows | None = None  # from the first write on
         self.live: Rows | None = None  # the written rows, cached by the last read
         self.episodes = self.write_plan = None
@@ -564,7 +566,6 @@ class PackedStorage(LazyTensorStorage):
     )
     _len = property(lambda self: len(self), lambda self, length: None)
 
-    @compiled_form_of("gather", "get", "written_rows", "all_rows")
     def bind_read(self) -> Rows:
         """Return the rows that compiled code reads."""
         return self.all_rows()
@@ -1458,6 +1459,7 @@ class PackedStorage(LazyTensorStorage):
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL
         reads."""
         self._take_edits()
+        self.epoch += 1
         episodes = (
             None
             if self.rows is None or self.rows.shape != rows.shape
@@ -1518,6 +1520,7 @@ class PackedStorage(LazyTensorStorage):
             raise RuntimeError(
                 "rows that have been written cannot be released: empty the buffer instead"
             )
+        self.epoch += 1
         # the ring stays: no stamp will match
         self.rows = self.live = self.episodes = self.write_plan = None
         if self.scratch_dir is not None:
@@ -1543,6 +1546,7 @@ class PackedStorage(LazyTensorStorage):
 
     def remove_rows(self) -> None:
         """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
+        self.epoch += 1
         if self.episodes is not None:
             self.episodes.catch_up()
         self.ring.empty()
@@ -1786,6 +1790,7 @@ class PackedStorage(LazyTensorStorage):
     def restore_counters(self, content: State) -> None:
         """Restore the counters of a state, whose rows are here; updates skip all
         batches that were sampled before."""
+        self.epoch += 1
         self.is_reserved = content.get("reserved", False)
         self.row_class = content["row_class"]
         self.ring.load(content["ring"])

@@ -20,9 +20,10 @@ from rlbuf_td.kernels.rank_order import (
     SortedOrder,
     cpu,
     order_bytes,
-    rank_law,
 )
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE
+from rlbuf_td.samplers.rank import RankRule
+from rlbuf_td.storages.numbers import SharedNumbers
 
 
 def empty(capacity: int) -> torch.Tensor:
@@ -232,16 +233,16 @@ def test_a_row_out_of_range_has_no_rank(row: int, words: str) -> None:
 
 def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
     capacity = 5_000
-    order, law = ChunkedOrder(torch.rand(capacity)), rank_law(0.7)
+    order = ChunkedOrder(torch.rand(capacity))
+    rule = RankRule(SharedNumbers("d", [0.7, 0.5, -1.0, 0.7]))
+    rule.table = order
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(150):
             uniform = torch.rand(64, dtype=torch.float64, generator=generator)
-            drawn = order.draw(
-                law, uniform, stratified=True, beta=0.5, norm="buffer"
-            ) or pytest.fail("nothing to draw")
-            order.update_(drawn[0], torch.randn(64, generator=generator), capacity)
+            rows, _ = rule.draw(uniform, capacity, True, "buffer")
+            order.update_(rows, torch.randn(64, generator=generator), capacity)
             fill(
                 order,
                 int(torch.randint(capacity - 400, (1,), generator=generator)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +16,17 @@ from rlbuf_td.kernels.sum_tree import (
     cpu,
     tree_bytes,
 )
+from rlbuf_td.samplers.proportional import ProportionalRule
+from rlbuf_td.storages.numbers import SharedNumbers
 from tests.backends import forced
 from tests.statistics import assert_follows, power
+
+
+def rule_over(tree: SumTree, alpha: float, beta: float) -> ProportionalRule:
+    settings = SharedNumbers("d", [alpha, beta, -1.0, alpha])
+    rule = ProportionalRule(settings, 0.0, 0.0)
+    rule.table = tree
+    return rule
 
 
 def naive_weights(
@@ -141,13 +149,12 @@ def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
         td_error = torch.rand(256, generator=generator).log_().mul_(-3).exp_()
         sum_tree.update_(tree, index, td_error, capacity, 0.6, 1e-6)
     tree.check(0.6, 1e-6)
+    rule = rule_over(tree, 0.6, 0.4)
     counts = torch.zeros(capacity)
     draws = 4_000
     for _ in range(draws // 8):
         uniform = torch.rand(2_048, dtype=torch.float64, generator=generator)
-        rows, _ = sum_tree.draw(
-            tree, uniform, False, capacity, 0.4, "buffer"
-        ) or pytest.fail("nothing to draw")
+        rows, _ = rule.draw(uniform, capacity, False, "buffer")
         counts += torch.bincount(rows, minlength=capacity)
     probability = (tree.weight[:capacity].double() / tree.total).numpy()
     assert power(probability, int(counts.sum()), bias=0.1) > 0.99
@@ -167,9 +174,7 @@ def test_a_draw_stays_in_its_block_if_the_weights_have_been_changed_behind_its_b
     tree = SumTree.empty(100)
     sum_tree.update_(tree, torch.arange(100), torch.ones(100), 100, 1.0, 0.0)
     tree.weight.zero_()
-    drawn = sum_tree.draw(
-        tree, torch.rand(50, dtype=torch.float64), False, 100, 0.4, None
-    )
-    assert drawn is not None
-    assert (drawn[0] % 16 == 0).all()
-    assert 0 <= int(drawn[0].min()) <= int(drawn[0].max()) < 112
+    uniform = torch.rand(50, dtype=torch.float64)
+    rows, _ = rule_over(tree, 1.0, 0.4).draw(uniform, 100, False, None)
+    assert (rows % 16 == 0).all()
+    assert 0 <= int(rows.min()) <= int(rows.max()) < 112

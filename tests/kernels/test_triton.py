@@ -25,7 +25,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels import dispatch, self_check
-from rlbuf_td.kernels.draws import uniform_rows
+from rlbuf_td.kernels.draws import uniform_rows_
 from rlbuf_td.kernels.strata import law_of, masses
 from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
 from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
@@ -174,9 +174,17 @@ def test_rows_beyond_two_gibibytes_are_found(tmp_path):
     assert block[:8].tolist() == [*range(8)]
 
 
+def uniform_rows(
+    count: int, rows: int, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    out = torch.empty(count, dtype=torch.int64)
+    uniform_rows_(out, rows, generator)
+    return out
+
+
 def uniforms(generator: torch.Generator, count: int) -> torch.Tensor:
     """Return the random numbers of a draw."""
-    return uniform_rows(count, 2**53, generator, CPU).to(torch.float64) / 2**53
+    return uniform_rows(count, 2**53, generator).to(torch.float64) / 2**53
 
 
 def tree_of(weight: torch.Tensor) -> SumTree:
@@ -326,7 +334,7 @@ def test_n_step_transitions_are_those_of_torch(rows, lanes):
             data = numbered_rows(rows * lanes, start * lanes)
             rb.extend(data if lanes == 1 else data.view(lanes, rows))
         rb.sample()
-        return sampler._summed(rb.storage, None, cells, None)
+        return sampler.read(rb.storage, cells, cells)
 
     batch = joined()
     with forced("torch"):
@@ -369,9 +377,9 @@ def test_calls_start_few_operations():
 
 
 def test_uniform_draws_follow_the_law():
-    counts = uniform_rows(20_000, 11, None, CPU).bincount(minlength=11)
+    counts = uniform_rows(20_000, 11).bincount(minlength=11)
     assert_follows(counts, [1 / 11] * 11)
-    assert uniform_rows(3, 2**40, None, CPU).max() > 2**32
+    assert uniform_rows(3, 2**40).max() > 2**32
 
 
 @pytest.mark.slow

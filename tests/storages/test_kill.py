@@ -243,9 +243,8 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         die_in = spoil if sampler == "proportional" else lose
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
             monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
-        monkeypatch.setattr(
-            f"rlbuf_td.samplers.{sampler}._update_loop", lambda: Deadly(die_in)
-        )
+        rule = type(rb.sampler.rule)
+        monkeypatch.setattr(rule, "update_loop", lambda _: Deadly(die_in))
         call_within_a_write(rb, "enter", die_in)
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(
             rows(30, 6)

@@ -91,6 +91,16 @@ def test_tensorclasses_are_read_as_what_was_written(cls: Any, writer: Any) -> No
     assert rb.storage.row_bytes == 24
 
 
+def test_rows_of_another_class_are_sampled_as_what_was_written() -> None:
+    rb: Any = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    rb.extend(steps(0, 10).to_tensordict())
+    assert type(rb.sample()) is TensorDict
+    rb.empty()
+    rb.extend(steps(0, 10))
+    for _ in range(2):
+        check(rb.sample(), 4)
+
+
 @pytest.mark.parametrize("cls", [ReplayBuffer, TorchRLBuffer])
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_tensors_are_read_as_tensors(cls: Any, shape: tuple[int, ...]) -> None:

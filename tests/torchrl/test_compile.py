@@ -132,7 +132,6 @@ def learn(backend: str) -> tuple[ReplayBuffer, set[int]]:
         drawn = sum_tree.draw(
             tree, torch.rand(32, dtype=torch.float64), True, rows, 0.4, "buffer"
         )
-        assert drawn is not None
         index, weight = drawn
         leaves = layout.columns(matrix.index_select(0, index))
         row = dict(zip([leaf.key for leaf in layout.leaves], leaves, strict=True))

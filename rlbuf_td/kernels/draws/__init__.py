@@ -8,7 +8,7 @@ from math import expm1
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, loop, uses_triton
+from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.host_memory import address_of
 
 # a uniform number has 53 binary digits; the last ones, which hardly affect the age,
@@ -16,61 +16,47 @@ from rlbuf_td.kernels.host_memory import address_of
 DIGITS = 2.0**53
 
 
-def uniform_rows(
-    count: int, rows: int, generator: torch.Generator | None, device: torch.device
-) -> Tensor:
-    """Draw ``count`` numbers below ``rows``, ``[count]`` int64 on ``device``."""
-    if uses_triton(device):
-        from rlbuf_td.kernels.draws import triton
+def uniform_rows_(out: Tensor, rows: int, generator: torch.Generator | None) -> None:
+    """Fill ``out``, int64 on a GPU, with random numbers below ``rows``."""
+    from rlbuf_td.kernels.draws import triton
 
-        return triton.uniform_rows(count, rows, generator, device)
-    source = device if generator is None else generator.device
-    return torch.randint(rows, (count,), generator=generator, device=source).to(device)
+    triton.uniform_rows_(out, rows, generator)
 
 
-def recent_rows(
+def recent_rows_(
+    out: Tensor,
     uniform: Tensor,
     newest: int,
     span: int,
     steps: int,
     lanes: int,
     log_decay: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Draw rows; the probability of an age of ``k`` time steps is proportional to
+) -> None:
+    """Draw rows to ``out``; the probability of an age of ``k`` time steps is proportional to
     ``exp(k * log_decay)``. O(B).
 
     Args:
+        out: the row indices, ``[B]`` int64.
         uniform: random numbers in ``[0, 1)``, ``[B]`` float64, contiguous.
         newest: position of the time step that was written last.
         span: number of possible ages, ``0 .. span - 1``; at least 1.
         steps: number of stored time steps.
         lanes: number of lanes (rows per time step); all lanes are equally likely.
-        out: on the CPU, the memory of the result; None: new memory.
         log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are
             equally likely.
-
-    Returns:
-        row indices, ``[B]`` int64.
     """
     if backend_of(uniform) == "numba":
-        rows = (
-            torch.empty(uniform.shape, dtype=torch.int64, device="cpu")
-            if out is None
-            else out
-        )
-        settings = len(uniform), lanes, newest, span, steps, float(log_decay)
-        loop("draws.cpu", "recent_rows")(
-            address_of(uniform), address_of(rows), *settings
-        )
-        return rows
+        numbers = len(uniform), lanes, newest, span, steps, float(log_decay)
+        loop("draws.cpu", "recent_rows")(address_of(uniform), address_of(out), *numbers)
+        return
     age = (
         torch.log1p(uniform * expm1(span * log_decay)) / log_decay
         if log_decay < 0
         else uniform * span
     )
     lane = (uniform * DIGITS).long() % lanes
-    return (newest - age.long().clamp(max=span - 1)) % steps * lanes + lane
+    step = (newest - age.long().clamp(max=span - 1)) % steps
+    torch.add(step * lanes, lane, out=out)
 
 
 def append_distinct_(out: Tensor, kept: int, values: Tensor) -> int:

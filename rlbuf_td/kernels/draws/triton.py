@@ -36,13 +36,10 @@ def _draw(
     tl.store(out + draw, tl.minimum(number, rows - 1), mask=draw < count)
 
 
-def uniform_rows(
-    count: int, rows: int, generator: torch.Generator | None, device: torch.device
-) -> Tensor:
-    """Draw ``count`` numbers below ``rows``, ``[count]`` int64, in one launch."""
-    out = torch.empty(count, dtype=torch.int64, device=device)
+def uniform_rows_(out: Tensor, rows: int, generator: torch.Generator | None) -> None:
+    """Fill ``out``, int64, with random numbers below ``rows`` in one launch."""
+    count = out.shape[0]
     seed, first = philox_start(generator, out.device, count)
     grid = (blocks_of(count, _DRAWS),)
     if count:
         launch(_draw, grid, out, seed, first, count, rows, DRAWS=_DRAWS)
-    return out

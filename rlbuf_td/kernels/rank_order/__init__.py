@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import empty_draws, law_of, masses
+from rlbuf_td.kernels.strata import masses
 from rlbuf_td.kernels.sum_tree import magnitudes_of, write_magnitudes
 
 #: Ranks whose cumulative mass is stored in a table.
@@ -178,7 +178,6 @@ class SortedOrder:
         self,
         law: RankLaw,
         uniform: Tensor,
-        *,
         stratified: bool,
         beta: float,
         norm: str | None,
@@ -279,7 +278,7 @@ def _allocate(capacity: int, device: str = "cpu") -> dict[str, Tensor]:
 
 class ChunkedOrder:
     """Rows that every update keeps sorted by magnitude ``|td_error|``, with the methods
-    of :class:`SortedOrder`.
+    of :class:`SortedOrder`, except ``draw``, which is a loop.
 
     Cost: a draw takes O(B log N), and O(N / 96) if rows have changed since the last
     one. An update takes O(B (128 + log N)). At most once per N / 6 changed rows, an
@@ -341,25 +340,6 @@ class ChunkedOrder:
             return cpu.update(
                 self.addresses, index.numpy(), magnitudes_of(td_error).numpy(), rows
             )
-
-    def draw(
-        self,
-        law: RankLaw,
-        uniform: Tensor,
-        *,
-        stratified: bool,
-        beta: float,
-        norm: str | None,
-    ) -> tuple[Tensor, Tensor] | None:
-        batch = uniform.shape[0]
-        index, weight = empty_draws(batch)
-        places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
-        how = law_of(batch, stratified, beta, norm)
-        with self.lock:
-            has_rows = loop("rank_order.cpu", "draw")(
-                self.address, law.compiled, *places, batch, how
-            )
-        return (index, weight) if has_rows else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         last, index = len(self.magnitude) - 1, index.contiguous()

@@ -36,10 +36,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
+from rlbuf_td.kernels.dispatch import backend_of, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, empty_draws, law_of, masses
+from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, masses
 from rlbuf_td.kernels.sum_tree.blocks import (
     BlockUpdate,
     Run,
@@ -389,11 +389,9 @@ def draw(
     rows: Number,
     beta: Number,
     norm: str | None,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor]:
     """Draw rows with probability ``weight / total``, and compute their importance
-    weights.
-
-    Costs O(B log N) on the CPU; other devices scan all N weights.
+    weights. O(N): scans all weights.
 
     Args:
         tree: the sum tree.
@@ -407,17 +405,8 @@ def draw(
             one in the buffer or in the batch; None: do not divide them.
 
     Returns:
-        ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None``
-        if no weight is positive.
+        ``[B]`` int64 rows and ``[B]`` float32 importance weights.
     """
-    if backend_of(tree.weight) == "numba":
-        batch = uniform.shape[0]
-        index, weight = empty_draws(batch)
-        places = tree.address, uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
-        has_rows = loop("sum_tree.cpu", "draw")(
-            *places, batch, law_of(batch, stratified, beta, norm), int(rows)
-        )
-        return (index, weight) if has_rows else None
     sums = tree.weight.cumsum(0, dtype=torch.float64)
     total = sums[-1]
     index = torch.searchsorted(
