@@ -108,7 +108,7 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Listener, Recovers
+from rlbuf_td.storages.listeners import Listener
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
@@ -141,7 +141,7 @@ _NO_SIZE = "batch_size not specified: pass it to the buffer or to sample"
 _MOST_SIZES = 8  # batch sizes whose plans are kept
 
 
-class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
+class ReplayBuffer(TensorDictReplayBuffer, Listener):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``.
@@ -570,7 +570,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             parts = self._connect()
             if self.lane_key is not None and (fault := parts.fault_of_lanes):
                 raise TypeError(f"lane_key= {fault}")
-            self._continue_ring()
             if self.shared or self._storage.shared:
                 self.share()
         except Exception:
@@ -589,17 +588,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _get_collate_fn(self, collate_fn: Callable[..., object] | None) -> None:
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
-
-    def _continue_ring(self) -> None:
-        """Let a ring writer that has not written yet continue the count of an earlier
-        process."""
-        writer, shared_rows = self._writer, self._storage.shared_rows
-        is_new = type(writer) is RingWriter and not torchrl_parts.write_count_of(writer)
-        if is_new and shared_rows is not None and shared_rows.of_writer is not None:
-            writer.count_in(shared_rows.of_writer)
-            with self._storage.lock:  # the earlier process may have died in a write
-                writer.planned.settle(self._storage.ring.publication)
-            shared_rows.of_writer = None
 
     def _refuse_second_priorities(
         self, storage: PackedStorage, sampler: Sampler
@@ -645,6 +633,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if self._copies_batches:
             refuse_copies(parts)
         self.parts = parts
+        if self.flow is not None:
+            self.flow.storage = self._storage
         if parts.prioritized is not None:
             parts.prioritized.priorities.move_to(parts.storage)
             missing = (
@@ -1249,13 +1239,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
 
         The block holds the buffer's lock, so that no other thread or process finds rows
-        that are counted and not written. If the block raises an error, or the process
-        dies, its rows count if they are there.
+        that are counted and not written. Rows count when they are there; if the block
+        raises no error, those that a writer or a transform left out count, too.
         """
 
         def admit() -> bool:
             flow.agree(row_count(self.storage))
-            return flow.admit_insert(rows, self.storage.ring.publication)
+            return flow.admits_insert(rows)
 
         count_wait, reason = (
             partial(flow.count_wait, of_sample=False),
@@ -1264,12 +1254,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         with waiting.admitted(
             admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8
         ):
-            try:
-                yield
-                flow.inserts.take()
-            except BaseException:
-                flow.inserts.settle(self.storage.ring.publication)
-                raise
+            inserted = flow.inserted + rows
+            yield
+            flow.count_inserts(inserted - flow.inserted)
 
     def _write_and_count(
         self, data: TensorDictBase, how: str, update_priority: bool, lanes: object
@@ -1877,8 +1864,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     @property
     def write_count(self) -> int:  # pyrefly: ignore [bad-override]
-        """The number of rows written so far, by :meth:`add`, :meth:`extend` and single
-        lanes; :meth:`empty` sets it to 0.
+        """The number of rows written to the storage so far, by any of its buffers;
+        :meth:`empty` sets it to 0.
 
         Writers of TorchRL count time steps instead, as they do in its buffers.
         """
@@ -2193,12 +2180,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.release()
             storage.reserve(complete)
 
-    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
-        """Count what was written, after a process died or a thread was interrupted; the
-        storage calls this method."""
-        if self.flow is not None:
-            self.flow.inserts.settle(storage.ring.publication)
-
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.
 
@@ -2297,9 +2278,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     self._writer, storage.ring.cursor if storage.ring.together else 0
                 )
             torchrl_parts.empty_part(self._sampler)
+            self._connect(default_priorities=True)
             if self.flow is not None:
                 self.flow.restart(row_count(storage))
-            self._connect(default_priorities=True)
         return previous
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
@@ -2337,7 +2318,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)
             previous = super().set_writer(writer)
-            self._continue_ring()
             self._connect()
             return previous
 

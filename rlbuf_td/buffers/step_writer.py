@@ -80,8 +80,7 @@ class StepWriter:
             ):
                 if lanes is not None:
                     staged, count = self._some, self._choose_rows(lanes)
-                planned = buffer.parts.writer.planned
-                if plan.write_staged(storage, staged, count, planned):
+                if plan.write_staged(storage, staged, count):
                     if self._restarts:
                         buffer.parts.sampler.add(None)
                     return

@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 
 class Recovers:
-    """Base of buffers, samplers and writers that keep what follows from the rows of a
+    """Base of samplers and writers that keep what follows from the rows of a
     storage."""
 
     def recover(self, storage: PackedStorage, new: Tensor) -> None:

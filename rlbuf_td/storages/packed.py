@@ -29,7 +29,13 @@ from rlbuf_td.kernels.dispatch import (
     untraced,
 )
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
-from rlbuf_td.kernels.serials import EPISODES_DUE, REVISION, WRITTEN
+from rlbuf_td.kernels.serials import (
+    EPISODES_DUE,
+    REVISION,
+    ROWS_WRITTEN,
+    UNCOUNTED,
+    WRITTEN,
+)
 from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
@@ -61,7 +67,6 @@ from rlbuf_td.storages.memory import (
     delete_rows_file,
 )
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
-from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass, unwrap
@@ -767,7 +772,6 @@ class PackedStorage(LazyTensorStorage):
     def advance(
         self,
         data: object,
-        counts: Planned | None = None,
         *,
         single: bool = False,
         lanes: Any = None,
@@ -783,7 +787,6 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             data: time steps ``[n, *lanes]``; or rows ``[n]`` of single ``lanes``.
-            counts: the number of rows that a writer has written.
             single: whether ``data`` is one time step ``[*lanes]``.
             lanes: the lane of each row, ``[n]`` integers, those of a lane in time
                 order; or one lane for all rows.
@@ -839,7 +842,6 @@ class PackedStorage(LazyTensorStorage):
                 lane,
                 lanes_first,
                 single,
-                counts,
                 tells,
                 record,
             )
@@ -866,14 +868,12 @@ class PackedStorage(LazyTensorStorage):
         lanes: np.ndarray,
         counts: np.ndarray,
         copy: Callable[[], object],
-        plan: Callable[[int], object] | None = None,
         tell: Callable[[], object] | None = None,
     ) -> None:
         """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones;
         ``copy`` stores their bytes.
 
-        Before, ``plan`` gets :attr:`Ring.publication` and plans the counts of a writer;
-        after the rows have been published, ``tell`` takes them, and tells listeners.
+        After the rows have been published, ``tell`` tells listeners of them.
 
         If the process dies, or the thread is interrupted, the rows are written or
         missing as a whole; the rows that they were about to replace may be gone. A
@@ -888,8 +888,6 @@ class PackedStorage(LazyTensorStorage):
             if episodes is not None:
                 episodes.prepare(lanes, counts)
             ring.begin(lanes, counts)
-            if plan is not None:
-                plan(ring.publication)
             copy()
             if episodes is not None:
                 episodes.note(
@@ -925,7 +923,7 @@ class PackedStorage(LazyTensorStorage):
             rows.link(ring.serials)
         self._bump_mutation_revision()
         for each in listeners_of(self):
-            for part in (each, *parts_of(each)):
+            for part in parts_of(each):
                 if isinstance(part, Recovers):
                     part.recover(self, new)
         ring.finish()
@@ -1478,7 +1476,8 @@ class PackedStorage(LazyTensorStorage):
             before, lanes = self._ring, prod(rows.lanes)
             self._ring = Ring(rows.steps, lanes)
             self._ring.written += before.written.max()
-            self._ring.numbers[REVISION] = before.numbers[REVISION]
+            for count in (REVISION, ROWS_WRITTEN, UNCOUNTED):
+                self._ring.numbers[count] = before.numbers[count]
             self._ring.empty()
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
@@ -1797,6 +1796,7 @@ class PackedStorage(LazyTensorStorage):
         if len(to):
             lanes = np.flatnonzero(count)
             self.publish(lanes, count[lanes], copy)
+        ring.write_count = theirs.write_count
         if theirs.is_estimated:
             ring.mark_estimated(theirs.value_rows)
         saved = (
@@ -1943,7 +1943,7 @@ class PackedStorage(LazyTensorStorage):
         kept = {
             name: value for name, value in vars(self).items() if name not in _NOT_COPIED
         }
-        saved = self.revision, self.state_dict()
+        saved = self.revision, self.ring.rows_written, self.state_dict()
         return kept | {
             "_rng": None,
             "scratch_dir": None,
@@ -1960,7 +1960,7 @@ class PackedStorage(LazyTensorStorage):
         if isinstance(self._attached_entities_list, list):
             self._attached_entities_list = Listeners(self._attached_entities_list)
         if saved is not None:
-            revision, content = saved
+            revision, rows_written, content = saved
             is_shared = self.shared
             self._begin()
             if is_shared:
@@ -1968,6 +1968,7 @@ class PackedStorage(LazyTensorStorage):
             self.load(content)  # a copy continues open trajectories
             # what was cached for the original is valid for the copy
             self._ring.numbers[REVISION] = revision
+            self._ring.count_from(rows_written)
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import addressof
 from struct import Struct
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -37,7 +36,6 @@ from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
-    from rlbuf_td.storages.numbers import Planned
     from rlbuf_td.storages.packed import PackedStorage
 
 #: Counts the steps of a write in statistics, given the addresses of its leaves.
@@ -67,7 +65,6 @@ class WritePlan(ABC):
         lanes: Tensor | None,
         lanes_first: bool,
         is_one: bool,
-        counts: Planned | None,
         tells: bool,
         record: Record | None,
     ) -> Any:
@@ -84,7 +81,6 @@ class WritePlan(ABC):
                 whole time steps.
             lanes_first: whether the data is ``[E, n]``.
             is_one: whether the data is one time step without a dim for time.
-            counts: the number of rows that a writer has written.
             tells: whether listeners are told.
             record: counts the rows in statistics; only for :class:`CompiledWrites`.
         """
@@ -171,7 +167,6 @@ class CompiledWrites(WritePlan):
         lanes: Tensor | None,
         lanes_first: bool,
         is_one: bool,
-        counts: Planned | None,
         tells: bool,
         record: Record | None,
     ) -> Any:
@@ -202,11 +197,8 @@ class CompiledWrites(WritePlan):
                     if priorities is None
                     else priorities.record_at(storage, self.ring)
                 )
-                numbers = 0 if counts is None else addressof(counts.numbers.values)
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(
-                        self.address, count, *at, numbers, entry, goes_on
-                    )
+                    code = self.kernel(self.address, count, *at, entry, goes_on)
                 if code >= self.codes.IN_CELLS:
                     break
                 leaves = self._mend(storage, code, leaves, lanes)
@@ -247,7 +239,7 @@ class CompiledWrites(WritePlan):
         return StagedRows(record.ctypes.data, lanes_at, (record, sources, lane_ids))
 
     def write_staged(
-        self, storage: PackedStorage, staged: StagedRows, count: int, counts: Planned
+        self, storage: PackedStorage, staged: StagedRows, count: int
     ) -> bool:
         """Write one time step, or the first ``count`` rows; return whether they have
         been written.
@@ -261,11 +253,10 @@ class CompiledWrites(WritePlan):
             entries.begin(self.ring.head[:2])
         if priorities is not None:
             entry = priorities.record_at(storage, self.ring)
-        numbers = addressof(counts.numbers.values)
         with self.lock if priorities is None else priorities.rule.table.lock:
             code = self.kernel(
                 *(staged.record, count, staged.lane_ids, False),
-                *(0, numbers, entry, False),
+                *(0, entry, False),
             )
         if code < self.codes.IN_CELLS:
             return False
@@ -334,7 +325,6 @@ class TorchWrites(WritePlan):
         lanes: Tensor | None,
         lanes_first: bool,
         is_one: bool,
-        counts: Planned | None,
         tells: bool,
         record: Record | None,
     ) -> Any:
@@ -382,18 +372,12 @@ class TorchWrites(WritePlan):
                 rows.matrix[longest:steps].zero_()  # those of other lanes are holes
             rows.append_(cells, leaves, serials)
 
-        def plan(publication: int) -> None:
-            if counts is not None:
-                counts.plan_more(publication, len(lane))
-
         def tell() -> None:
-            if counts is not None:
-                counts.take()
             if tells:
                 self.tell(index)
 
         written = np.flatnonzero(more)
-        storage.publish(written, more[written], copy, plan, tell)
+        storage.publish(written, more[written], copy, tell)
         return index
 
 
