@@ -97,13 +97,14 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise
-        is_of_demo = str(error.name).split(".")[0] in ("gymnasium", "matplotlib")
+        package = str(error.name).split(".")[0]
+        is_of_demo = package in ("gymnasium", "matplotlib", "rich")
         remedy = (
             "pip install 'rlbuf_td[demo]'"
             if is_of_demo
             else "no extra of rlbuf_td has it: install the package that provides it"
         )
-        print(f"'{error.name}' is missing: {remedy}", file=sys.stderr)
+        print(f"the package {package!r} is missing: {remedy}", file=sys.stderr)
         return 1
 
 

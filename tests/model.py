@@ -193,15 +193,6 @@ class Model:
         reset, another writer."""
         self.cut |= set(range(len(self.rows_of)) if lanes is None else lanes)
 
-    def resize(self, steps: int) -> None:
-        """Keep the newest rows of each lane, which lie in its first cells then, the
-        oldest first."""
-        self.steps = steps
-        for rows in self.rows_of:
-            self._drop(rows, steps)
-            for serial, row in enumerate(rows):
-                row.serial = serial
-
     # identity
 
     def __len__(self) -> int:

@@ -114,7 +114,6 @@ def worlds(tmp_path: Path) -> Callable[[str], World]:
         other.dumps(tmp_path / "dump")
         other.sampler.dumps(tmp_path / "sampler")
         other.storage.dumps(tmp_path / "storage")
-        make(sampler, rows=5, shift=101).dumps(tmp_path / "smaller")
         return World(rb, second, other.state_dict(), tmp_path, tmp_path / "work")
 
     return world
@@ -223,9 +222,6 @@ CHANGES: dict[str, Change] = {
     "rb.loads": Change(lambda w: w.rb.loads(w.folder / "dump"), ALL),
     "rb.loads, rows_only": Change(
         lambda w: w.rb.loads(w.folder / "dump", rows_only=True)
-    ),
-    "rb.loads, other capacity": Change(
-        lambda w: w.rb.loads(w.folder / "smaller"), PRIORITIZED
     ),
     "storage.load_state_dict": Change(
         lambda w: w.rb.storage.load_state_dict(w.state["_storage"]), PRIORITIZED

@@ -698,26 +698,6 @@ class Machine:
                 copy.deepcopy(self.rb) if a % 2 else pickle.loads(pickle.dumps(self.rb))
             )
 
-    def resize(self, a: int, b: int) -> None:
-        """Load a dump into a buffer of another capacity."""
-        if (
-            self.kind.writer is not None
-            or "reopen" in self.options
-            or not self.is_ours
-            or a % 2
-        ):
-            return
-        steps = 2 + b % 15
-        self.rb.dumps(self.folder / "resized")
-        steps, self.steps = self.steps, steps
-        self.world.rb = self.build()
-        self.rb.loads(self.folder / "resized")
-        if steps != self.steps:
-            self.model.resize(self.steps)
-            self.undrawn = {row.number for row in self.model.rows()}
-        self.batches, self.saved = [], None
-        self.end_episodes()
-
     # -- processes
 
     def share(self, a: int, b: int) -> None:
@@ -974,7 +954,6 @@ OPERATIONS = (
         "save",
         "load",
         "copied",
-        "resize",
         "share",
     ),
     *("write_elsewhere", "kill", "interrupt", "reopen", "mix", "move", "refused"),

@@ -168,10 +168,16 @@ def test_everything_that_the_package_imports_is_declared():
             r'"(\w+)', text[text.index("dependencies = [") : text.index("[tool.hatch")]
         )
     )
-    nodes = [
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "rlbuf_td").rglob("*.py")]
+    for_checkers = {
         node
-        for path in (ROOT / "rlbuf_td").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in trees
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    nodes = [
+        node for tree in trees for node in ast.walk(tree) if node not in for_checkers
     ]
     names = [
         alias.name

@@ -83,9 +83,6 @@ CAUSES = {
     "first.loads, rows_only": Cause(
         lambda w: w.first.loads(w.folder / "dump", rows_only=True), FEW, 4
     ),
-    "first.loads, other capacity": Cause(
-        lambda w: w.first.loads(w.folder / "smaller"), (0, 1, 2, 3, 4, 5)
-    ),
     "storage.load_state_dict": Cause(
         lambda w: w.storage.load_state_dict(w.state["_storage"]), ALL
     ),
@@ -285,11 +282,6 @@ def world(request: Any, tmp_path: Path) -> World:
     if "loads" in request.node.name:
         first.dumps(tmp_path / "dump")
         storage.dumps(tmp_path / "storage")
-        smaller: Any = ReplayBuffer(
-            storage=PackedStorage(6), sampler=ProportionalSampler(6), batch_size=2
-        )
-        smaller.extend(rows(0, 6))
-        smaller.dumps(tmp_path / "smaller")
     first.extend(rows(100 - (ROWS - request.param), 2 * ROWS - request.param))
     return World(storage, first, theirs, state, their_state, tmp_path)
 

@@ -230,7 +230,7 @@ class ReplayBufferMixture:
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; each call
         may round differently."""
-        window = lcm(*(window_of(each.sampler) for each in self.members.values()))
+        window = lcm(*(window_of(member.sampler) for member in self.members.values()))
         if batch_size % window:
             raise ValueError(
                 f"batch_size={batch_size} must be a multiple of {window}, the windows of the members"
@@ -385,7 +385,7 @@ class ReplayBufferMixture:
 
         ``sampled_at`` maps the name of each member to the stamps of its rows in the
         batch, in their order:
-        ``{name: rb.storage.stamps(batch["index"][batch["source"] == place])}``. If no
+        ``{name: rb.storage.stamps(batch["index"][batch["source"] == position])}``. If no
         member is prioritized, the batch has no entry ``"sampled_at"``, and this
         argument is required. After an error, no member has changed.
         """
@@ -402,15 +402,16 @@ class ReplayBufferMixture:
             name: without_lane(self.members[name], flat[is_own])
             for name, is_own in masks.items()
         }
-        own = [
+        own_parts = [
             (self.members[name], part, times.get(name)) for name, part in parts.items()
         ]
         checked = [
-            member._checked_entries(part, keys, time) for member, part, time in own
+            member._checked_entries(part, keys, time)
+            for member, part, time in own_parts
         ]
         return sum(
-            member._write_back(part, *found)
-            for (member, part, _), found in zip(own, checked, strict=True)
+            member._write_back(part, *entries)
+            for (member, part, _), entries in zip(own_parts, checked, strict=True)
         )
 
     # -- state, health
@@ -504,10 +505,10 @@ class ReplayBufferMixture:
         shares = {
             f"{name}/share": share for name, share in self.sampler.by_name.items()
         }
-        found = {name: member.health() for name, member in self.members.items()}
+        reports = {name: member.health() for name, member in self.members.items()}
         return shares | {
             f"{name}/{key}": value
-            for name, report in found.items()
+            for name, report in reports.items()
             for key, value in report.items()
         }
 
@@ -549,25 +550,25 @@ class Shares(StatefulSampler):
                 raise ValueError(
                     f"{name!r} cannot be the name of a member: choose another one"
                 )
-        given = {name: as_number(share) for name, share in shares.items()}
-        total = sum(given.values())
-        if any(not share >= 0 for share in given.values()) or not 0 < total < float(
+        numbers = {name: as_number(share) for name, share in shares.items()}
+        total = sum(numbers.values())
+        if any(not share >= 0 for share in numbers.values()) or not 0 < total < float(
             "inf"
         ):
             raise ValueError(
                 f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}"
             )
         self.__dict__["by_name"] = {
-            name: share / total for name, share in given.items()
+            name: share / total for name, share in numbers.items()
         }
 
     def __getattr__(self, name: str) -> float:
-        found = self.__dict__.get("by_name", {})
-        if name not in found:
+        shares = self.__dict__.get("by_name", {})
+        if name not in shares:
             raise AttributeError(
-                f"a mixture of {', '.join(found)} has no share {name!r}"
+                f"a mixture of {', '.join(shares)} has no share {name!r}"
             )
-        return found[name]
+        return shares[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         before = self.__dict__["by_name"]
@@ -623,11 +624,11 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
     """Raise a TypeError or a ValueError for the arguments of a mixture that cannot
     work."""
     if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
-        given = f"got {type(members).__name__} and {type(shares).__name__}"
+        fault = f"got {type(members).__name__} and {type(shares).__name__}"
         example = '{"demos": 0.5, "online": 0.5}'
         raise TypeError(
             f'members must be a dict of buffers by name, such as {{"demos": rb1, "online": rb2}}, and shares a dict of '
-            f"numbers, such as {example}, {given}"
+            f"numbers, such as {example}, {fault}"
         )
     for name, member in members.items():
         refuse_member(name, member)
@@ -636,8 +637,8 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
         or members.keys() != shares.keys()
         or (writes_to is not None and writes_to not in members)
     ):
-        given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
-        raise ValueError(f"members and shares must have the same names: {given}")
+        fault = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
+        raise ValueError(f"members and shares must have the same names: {fault}")
 
 
 def refuse_member(name: object, member: object) -> None:
@@ -854,12 +855,16 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
     )
     low, high = map(int, source.aminmax()) if is_plain else (-1, -1)
     if not 0 <= low <= high < len(names):
-        found = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
+        shown = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
         raise IndexError(
-            f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}"
+            f"'source' must hold one position in {[*names]} per row, [B] int64, got {shown}"
         )
     counts = torch.bincount(source, minlength=len(names)).tolist()
-    return {name: source == place for place, name in enumerate(names) if counts[place]}
+    return {
+        name: source == position
+        for position, name in enumerate(names)
+        if counts[position]
+    }
 
 
 def own_update(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> Update:

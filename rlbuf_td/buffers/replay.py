@@ -114,7 +114,7 @@ from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
-from rlbuf_td.storages.row_class import unwrap
+from rlbuf_td.storages.row_class import unwrap, wrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.tensordict_fast import plain_entries
@@ -777,8 +777,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         batch, info = self._make_batch(as_size(size), permission)
         if row_class is not None or not include_info:
             batch = parts.without_report(batch, info)
-        if row_class is not None:
-            batch = row_class.wrap(batch)
+        batch = wrap(batch, row_class)
         first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
         with self._replay_lock:
             self._count_returned(first.numel() if parts.gives_windows else len(first))
@@ -1221,17 +1220,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if not data:
                 raise ValueError("extend needs at least one transition, got none")
             data = stacked(data, self.dim_extend if lanes is None else 0)
-        found, row_class = unwrap(data, self._lead_dims(how, lanes))
-        if not isinstance(found, TensorDictBase):
+        rows, row_class = unwrap(data, self._lead_dims(how, lanes))
+        if not isinstance(rows, TensorDictBase):
             writing.refuse_other_data(how, data)
         before = storage.row_class
-        if row_class is not None or not isinstance(data, TensorDictBase):
+        if row_class is not None:
             storage.take_class(row_class)
         try:
-            return self._write(found, how, update_priority, lanes)
+            return self._write(rows, how, update_priority, lanes)
         except Exception:
             if not len(storage):
-                storage.take_class(before)
+                storage.row_class = before
             raise
 
     @contextmanager
@@ -1970,9 +1969,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             cells = ring.newest_cells(taken).view(len(counts), -1).t().flatten()
             data = storage.gather(cells.to(storage.device))
         data = data if flat or lane is not None else data.view(-1, *storage.lanes)
-        return self._transformed(
-            data if storage.row_class is None else storage.row_class.wrap(data)
-        )
+        return self._transformed(wrap(data, storage.row_class))
 
     def health(self) -> dict[str, float]:
         """Return statistics of the buffer and its batches as a flat dict;
@@ -2042,25 +2039,23 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """Replace the rows and the state of this buffer by those of a dump that
         :meth:`dumps` has written.
 
-        With equal capacities, this buffer then draws the batches that the saved buffer
-        would have drawn next. If the saved buffer had no ``generator``, equal batches
-        also need the state of torch's default generator, ``torch.get_rng_state()``.
-        Checksums of all files are verified first, and no code from the dump is
-        executed.
+        This buffer then draws the batches that the saved buffer would have drawn next.
+        If the saved buffer had no ``generator``, equal batches also need the state of
+        torch's default generator, ``torch.get_rng_state()``. Checksums of all files are
+        verified first, and no code from the dump is executed.
 
         Storage, sampler and writer must have the same classes as in the saved buffer;
         ``prefetch``, ``device`` and transforms may differ. This buffer keeps its own
-        transforms as they are, unless ``transforms`` is set. A :class:`PackedStorage` may
-        have another capacity, but not in a :class:`RolloutBuffer`, and not with a
-        :class:`ReservoirWriter` (``rows_only`` loads these rows). The rows are then
-        read into RAM and written to this buffer in order of age, with their priorities;
-        epochs begin anew. If the saved rows exceed the capacity, the oldest are
-        dropped, with a warning. A load ends unfinished
-        trajectories that have ids (``("collector", "traj_ids")``), because new
-        collectors may use the same ids again. Batches that were drawn ahead are
-        dropped; TorchRL's ``SamplerWithoutReplacement`` skips them in this epoch. Flow
-        control goes on from the saved counts if its settings are the same; otherwise the rows count as written,
-        and as sampled as often as ``samples_per_insert`` asks.
+        transforms as they are, unless ``transforms`` is set. Capacity, lanes, and
+        deduplicated keys must be those of the saved storage; to change them, load the
+        dump into a buffer of its own kind, ``old``, and copy the rows,
+        ``new.extend(old.chronological())``, or with lanes
+        ``new.extend(old.lane(e).chronological(), lanes=e)`` for each. A load ends
+        unfinished trajectories that have ids (``("collector", "traj_ids")``), because
+        new collectors may use the same ids again. Batches that were drawn ahead are
+        dropped; TorchRL's ``SamplerWithoutReplacement`` skips them in this epoch. Flow control goes on from
+        the saved counts if its settings are the same; otherwise the rows count as
+        written, and as sampled as often as ``samples_per_insert`` asks.
 
         Other buffers over the same storage treat the loaded rows as new ones: all get
         the priority of new rows before any TD error, epochs begin anew, and flow
@@ -2130,8 +2125,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
         Raises:
             ValueError: the rows are on a CUDA device.
-            MemoryError: the written rows or the priorities do not fit into shared
-                memory; nothing has changed.
+            MemoryError: the written rows do not fit into RAM a second time.
+            OSError: the priorities do not fit into ``/dev/shm``. Nothing has changed.
             RuntimeError: the operating system has no locks that survive the death of a
                 process (Windows).
         """

@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter
+from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, reading, writing
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, state_of
 from rlbuf_td.storages.indexing import row_count, written_rows
 from rlbuf_td.storages.lock import defer_sigint
-from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.torchrl_parts import (
     empty_part,
     generator_of,
-    keeps_order,
     set_cursor,
 )
 
@@ -46,9 +44,7 @@ def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
         }
         state |= {
             "classes": {"buffer": type(rb).__name__} | names,
-            "capacity": storage.max_size,
             "shape": [*(storage._total_shape or ())],
-            "ndim": storage.ndim,
         }
         writer.write(state)
 
@@ -63,63 +59,34 @@ def load_buffer(
         saved = dump.state()
         _refuse_other_parts(rb, saved, rows_only)
         rows = rb.storage.examine(saved["_storage"], dump.path)
-        sizes = (
-            (saved["capacity"], rb.storage.max_size)
-            if rows is None
-            else (rows.steps, rows.capacity)
-        )
-        is_exact = sizes[0] == sizes[1] and not rows_only
-        priorities = (
-            None
-            if is_exact or rows_only
-            else of_other_capacity(rb, saved, rows, *sizes)
-        )
         refuse(rb, saved)
         if rows and not rows.is_read_once:  # before the load changes anything
-            for each in (rows.matrix, *rows.entries):
-                if isinstance(each, SavedTensor):
-                    each.verify()
+            for saved_tensor in (rows.matrix, *rows.entries):
+                if isinstance(saved_tensor, SavedTensor):
+                    saved_tensor.verify()
         with rb._fully_locked():
             put = (
                 rb.storage.remove_rows
                 if rows is None
                 else partial(rows.put, rows.read())
             )
-            restore(
-                rb,
-                saved,
-                put,
-                is_exact=is_exact,
-                rows_only=rows_only,
-                transforms=transforms,
-                priorities=priorities,
-            )
-    if rows and rows.dropped:
-        room = f"the buffer has room for {rows.capacity}"
-        warnings.warn(
-            f"the {rows.dropped} oldest time steps of the dump were dropped: {room}",
-            stacklevel=3,
-        )
+            restore(rb, saved, put, rows_only=rows_only, transforms=transforms)
 
 
 def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None:
-    own = {"storage": type(rb.storage).__name__}
+    names = {"storage": type(rb.storage).__name__}
     if not rows_only:
-        own |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
+        names |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
     elif not isinstance(rb.writer, RoundRobinWriter):
         raise CheckpointError(
             f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}"
         )
-    for part, name in own.items():
-        if (found := saved["classes"][part]) != name:
+    for part, name in names.items():
+        if (saved_name := saved["classes"][part]) != name:
             hint = "; rows_only=True loads only the rows" if part != "storage" else ""
             raise CheckpointError(
-                f"the dump has a {found} as {part}, this buffer a {name}{hint}"
+                f"the dump has a {saved_name} as {part}, this buffer a {name}{hint}"
             )
-    if saved["ndim"] != rb.storage.ndim:
-        raise CheckpointError(
-            f"the dump has ndim={saved['ndim']}, this buffer {rb.storage.ndim}"
-        )
 
 
 @dataclass(frozen=True)
@@ -252,12 +219,10 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
 def restore(
     rb: ReplayBuffer,
     state: State,
-    put: Callable[[], Moves | None],
+    put: Callable[[], None],
     *,
-    is_exact: bool = True,
     rows_only: bool = False,
     transforms: bool = True,
-    priorities: tuple[torch.Tensor, float] | None = None,
 ) -> None:
     """Restore what :func:`capture` has returned; if a part refuses its state, undo all
     changes.
@@ -265,14 +230,10 @@ def restore(
     Args:
         rb: the buffer; the caller holds its locks.
         state: the state, which :func:`refuse` has checked.
-        put: replaces the rows; it returns their cells if they lie in others than
-            before.
-        is_exact: whether samplers take their state; otherwise only their settings, and
-            the rows are new for them.
-        rows_only: whether only rows and counts of writes are restored.
+        put: replaces the rows.
+        rows_only: whether only rows and counts of writes are restored; for the sampler,
+            the rows are then new.
         transforms: whether transforms take their saved state.
-        priorities: the result of :func:`of_other_capacity` for rows that :func:`put`
-            has moved.
     """
     writer = state["_writer"]
     with all_or_nothing() as undo:
@@ -283,15 +244,11 @@ def restore(
             if rb.episode_stats is not None and state.get("_stats") is not None:
                 load_part(rb.episode_stats, state["_stats"], undo)
             load_part(rb.writer, writer, undo)
-            if is_exact:
-                load_part(rb.sampler, state["_sampler"], undo)
-            else:
-                _restore_settings(rb.sampler, state["_sampler"], undo)
-        moved = put()
+            load_part(rb.sampler, state["_sampler"], undo)
+        put()
     # The code below cannot fail.
-    if not is_exact:
-        empty_part(rb.sampler)
     if rows_only:
+        empty_part(rb.sampler)
         empty_part(rb.writer)
         set_cursor(rb.writer, writer.get("_cursor", 0), writer.get("_write_count", 0))
     else:
@@ -301,27 +258,12 @@ def restore(
         )
         rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
         restore_generator(rb, state.get("_rng"))
-    if moved is not None:
-        set_cursor(rb.writer, rb.storage.ring.cursor)
     if rb.flow is not None:
         rb.flow.restore(
             None if rows_only else state.get("_flow"), row_count(rb.storage)
         )
     _end_loaded(rb)
-    rb._connect(default_priorities=not is_exact)
-    if (
-        moved is not None
-        and priorities is not None
-        and rb.parts.prioritized is not None
-    ):
-        (since, to), (magnitude, largest), own = (
-            moved,
-            priorities,
-            rb.parts.prioritized.priorities,
-        )
-        known = magnitude[since] >= 0
-        own.set_magnitudes(to[known], magnitude[since][known], rb.storage)
-        own.largest = largest
+    rb._connect(default_priorities=rows_only)
 
 
 def _refuse_other_tensors(own: State, saved: State) -> None:
@@ -341,18 +283,6 @@ def _refuse_other_tensors(own: State, saved: State) -> None:
         )
 
 
-def _restore_settings(sampler: Any, state: State, undo: ExitStack) -> None:
-    """Restore the settings of a sampler, and of those that it wraps, but nothing that
-    belongs to rows."""
-    while sampler is not None and hasattr(sampler, "snapshot"):
-        own = state.get("settings", state)
-        with state_of(sampler):
-            undo.enter_context(
-                sampler._set({name: own[name] for name in sampler.state_keys})
-            )
-        sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
-
-
 def _end_loaded(rb: ReplayBuffer) -> None:
     """After a load, tell the other buffers over the storage, and end the unfinished
     trajectories that have ids, also those of the statistics."""
@@ -362,46 +292,6 @@ def _end_loaded(rb: ReplayBuffer) -> None:
     # all loaded rows have their priorities
     if rb.parts is not None and rb.parts.prioritized is not None:
         rb.parts.prioritized.priorities.keep(slice(0, None), rb.storage)
-
-
-# -- another capacity
-
-
-def of_other_capacity(
-    rb: ReplayBuffer, state: State, rows: SavedRows | None, saved: int, own: int
-) -> tuple[torch.Tensor, float] | None:
-    """Return the magnitudes of the saved rows, and the largest one so far; None without
-    rows or priorities.
-
-    Raise a CheckpointError if the state of a part belongs to the saved capacity.
-    """
-    needs_capacity = getattr(rb.writer, "needs_capacity", False)
-    if needs_capacity or keeps_order(rb.writer) is False:
-        name = type(rb.writer).__name__
-        raise CheckpointError(
-            f"the dump has {saved} time steps, this buffer {own}: a {name} needs the same capacity"
-        )
-    innermost = innermost_of(rb.sampler)
-    if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
-        name = type(innermost).__name__
-        raise CheckpointError(
-            f"a {name} can only be loaded into the same capacity; rows_only=True omits its state"
-        )
-    if rb.parts.prioritized is None or rows is None:
-        return None
-    state, cells = innermost_state(state["_sampler"]), rows.matrix.shape[:-1].numel()
-    magnitude, largest = state["magnitude"], float(state["largest"])
-    is_known = magnitude.isfinite() & ((magnitude >= 0) | (magnitude == -1))
-    if (
-        magnitude.ndim != 1
-        or len(magnitude) < cells
-        or not is_known.all()
-        or not -1 <= largest < float("inf")
-    ):
-        raise ValueError(
-            f"the saved priorities, {tuple(magnitude.shape)} and {largest}, are not those of {cells} rows"
-        )
-    return magnitude, largest
 
 
 def innermost_of(sampler: object) -> Any:
@@ -424,16 +314,16 @@ def restore_generator(rb: ReplayBuffer, saved: tuple[object, str] | None) -> Non
     saved device."""
     if saved is None:
         return
-    found, own = _generator(*saved), generator_of(rb)
-    if found is None:
+    generator, current = _generator(*saved), generator_of(rb)
+    if generator is None:
         where = f"on {saved[1]}, which is not available"
         warnings.warn(
             f"the dump's generator is {where}: it was not restored", stacklevel=4
         )
-    elif own is not None and own.device == found.device:
-        own.set_state(saved[0])  # the same object: others may share it
+    elif current is not None and current.device == generator.device:
+        current.set_state(saved[0])  # the same object: others may share it
     else:
-        rb.set_rng(found)
+        rb.set_rng(generator)
 
 
 def _generator(state: Any, device: str) -> torch.Generator | None:

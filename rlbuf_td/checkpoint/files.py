@@ -130,12 +130,12 @@ def _note_verified(key: tuple[int, int, int, int, str]) -> None:
 
 
 def _chunk_size(name: object) -> int:
-    found = _CHUNK.fullmatch(name) if isinstance(name, str) else None
-    if found is None:
+    match = _CHUNK.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
         raise CheckpointError(
             f"the manifest names {name!r}, which is not a file of a dump"
         )
-    return int(found[1])
+    return int(match[1])
 
 
 # -- writing
@@ -171,13 +171,13 @@ class DumpWriter:
 
         A chunk that is in the previous dump is not written again if its file is sound.
         """
-        found: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        entries: list[tuple[torch.Tensor, dict[str, Any]]] = []
         document = {
             "format": FORMAT,
             "about": self.about,
-            "state": _encode(state, found, "state"),
+            "state": _encode(state, entries, "state"),
         }
-        tensors = [tensor for tensor, _ in found]
+        tensors = [tensor for tensor, _ in entries]
         parts = [
             [part for part in _flat_bytes(tensor).split(CHUNK_BYTES) if len(part)]
             for tensor in tensors
@@ -185,8 +185,8 @@ class DumpWriter:
         _wait_for_devices(tensors)
         with ThreadPoolExecutor(_WRITERS) as pool:
             names = pool.map(self._put, chain(*parts))
-            for (_, entry), each in zip(found, parts, strict=True):
-                entry["chunks"] = [*islice(names, len(each))]
+            for (_, entry), chunks in zip(entries, parts, strict=True):
+                entry["chunks"] = [*islice(names, len(chunks))]
         _sync(self.path / DATA)
         text = json.dumps(document, indent=1).removesuffix("\n}").encode()
         _write_file(self.path / _NEXT, text + _SUFFIX.format(checksum(text)).encode())
@@ -211,7 +211,7 @@ class DumpWriter:
         """Delete the files that the manifest does not list, such as those of an
         interrupted dump; return the others."""
         dump, kept = self._previous(), set()
-        listed = {found[0] for found in _CHUNK.finditer(dump.text)} if dump else ()
+        listed = {match[0] for match in _CHUNK.finditer(dump.text)} if dump else ()
         for file in (self.path / DATA).iterdir():
             named = _CHUNK.fullmatch(file.name)
             status = file.lstat()
@@ -410,9 +410,9 @@ class SavedTensor:
     def read(self) -> torch.Tensor:
         for name, nbytes in self._chunks:  # before memory of these lengths is allocated
             self._require(name, nbytes)
-        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        self.read_into(found)
-        return found
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(tensor)
+        return tensor
 
     def read_into(self, target: torch.Tensor) -> None:
         _wait_for_devices([target])
@@ -459,12 +459,12 @@ class SavedTensor:
         try:
             status = file.lstat()
         except OSError as error:
-            found = (
+            fault = (
                 "is missing"
                 if isinstance(error, FileNotFoundError)
                 else f"cannot be read: {error}"
             )
-            raise CheckpointError(f"{file} {found}") from error
+            raise CheckpointError(f"{file} {fault}") from error
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{file} is not a plain file")
         if status.st_size != nbytes:
@@ -487,10 +487,10 @@ def reading(path: str | Path, kind: str) -> Iterator[Dump]:
         Dump(folder)  # raises
     with _locked(folder, for_reading=True):
         dump = Dump(folder)
-        found = dump.about.get("kind")
-        if found != kind:
+        dumped = dump.about.get("kind")
+        if dumped != kind:
             raise CheckpointError(
-                f"{folder} holds a dump of a {found}, expected one of a {kind}"
+                f"{folder} holds a dump of a {dumped}, expected one of a {kind}"
             )
         try:
             yield dump
@@ -597,6 +597,6 @@ def delete_others(folder: Path) -> None:
     """Delete all dumps of the same kind beside a valid one."""
     kind = folder.name.partition("-")[0]
     for other in folder.parent.iterdir():
-        found = _FOLDER.fullmatch(other.name)
-        if found and found[1] == kind and other != folder:
+        match = _FOLDER.fullmatch(other.name)
+        if match and match[1] == kind and other != folder:
             shutil.rmtree(other, ignore_errors=True)

@@ -15,7 +15,7 @@ import torch
 import rlbuf_td
 from rlbuf_td.kernels.dispatch import OFF
 from rlbuf_td.kernels.draws import append_distinct_
-from rlbuf_td.storages.memory_budget import ram, show_bytes
+from rlbuf_td.storages.memory_budget import room_for, show_bytes
 
 _PACKAGES = "tensordict", "torchrl", "numba", "numpy", "gymnasium"
 
@@ -46,7 +46,7 @@ def facts() -> Iterator[tuple[str, str]]:
         "cores",
         f"{os.cpu_count()}, {usable} usable; torch uses {torch.get_num_threads()} threads",
     )
-    yield "memory", ram().words()
+    yield "memory", room_for(torch.device("cpu")).words()
     yield "GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     yield (
         "compiled loops",

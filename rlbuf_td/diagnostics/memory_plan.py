@@ -3,9 +3,8 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,13 +27,7 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory_budget import (
-    Room,
-    room_for,
-    shared_rows,
-    shared_tensors,
-    show_bytes,
-)
+from rlbuf_td.storages.memory_budget import SHARED, Room, room_for, show_bytes
 from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
@@ -139,16 +132,11 @@ class MemoryPlan:
         """The bytes that the buffer needs in each memory."""
         if self.place.place == self.memory.place:
             return [(self.place, self.total)]
-        # priorities are in this memory, too
-        in_both = self.place.place == shared_rows().place
-        rows = self.total if in_both else self.rows
+        # what lies in /dev/shm takes RAM, too
+        rows = self.total if self.place.place == "RAM" else self.rows
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Column, Table
-        from rich.text import Text
-
         sizes = self.keys | {
             f"{key} shared": -nbytes for key, nbytes in self.saved.items()
         }
@@ -158,28 +146,17 @@ class MemoryPlan:
             "priorities": self.priorities,
         }
         sizes |= {"trajectory index": self.trajectories, "total": self.total}
-        columns = (
-            Column(name, justify="right") for name in ("bytes/row", "all rows", "")
-        )
-        table = Table(Column(overflow="fold"), *columns, box=None, padding=(0, 2))
+        table = [("", "bytes/row", "all rows", "")]
         for name, nbytes in sizes.items():
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
-            table.add_row(
-                Text(name),
-                number,
-                size,
-                "" if name in _SUMS else f"{nbytes / self.rows:.0%}",
-            )
-        text = StringIO()
-        Console(file=text, width=80, color_system=None, force_jupyter=False).print(
-            table
-        )
+            share = "" if name in _SUMS else f"{nbytes / self.rows:.0%}"
+            table.append((name, number, size, share))
         lines = [
             f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}",
             "",
         ]
-        lines += [*map(str.rstrip, text.getvalue().splitlines()), ""]
+        lines += [*_aligned(table), ""]
         lines.append(f"{self.place.words()}: {'fits' if self.fits else 'does not fit'}")
         if not self.fits:
             lines += [
@@ -188,6 +165,17 @@ class MemoryPlan:
                 *(f"  - {way}" for way in self.remedy.splitlines()),
             ]
         return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: names on the left, numbers on the right of their
+    columns."""
+    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
+    for name, *numbers in table:
+        cells = [
+            number.rjust(width) for number, width in zip(numbers, others, strict=True)
+        ]
+        yield "    ".join(["  " + name.ljust(first), *cells]).rstrip()
 
 
 def plan(
@@ -269,12 +257,8 @@ def plan(
         trajectories=8 * steps * lanes + 16 * lanes
         if any(leaf.key[-1] in _ENDS for leaf in layout.leaves)
         else 0,
-        place=room_for(
-            device,
-            scratch_dir=None if scratch_dir is None else Path(scratch_dir),
-            shared=shared,
-        ),
-        memory=shared_tensors() if shared else room_for(device),
+        place=room_for(device, None if scratch_dir is None else Path(scratch_dir)),
+        memory=room_for(device, SHARED if shared else None),
         dedup=dedup,
     )
 

@@ -176,11 +176,11 @@ def machine_code(loop: Dispatcher, **examples: object) -> Callable[..., Any]:
     from numba import typeof
 
     kinds = get_type_hints(loop.py_func)
-    given = {
+    arguments = {
         name: _example_of(kinds.get(name, int))
         for name in signature(loop.py_func).parameters
     } | examples
-    return loop.compile(tuple(map(typeof, given.values())))
+    return loop.compile(tuple(map(typeof, arguments.values())))
 
 
 def _example_of(kind: type[Result]) -> Result:

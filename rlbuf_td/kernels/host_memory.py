@@ -187,7 +187,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
 def _places(tensors: Sequence[Tensor], nbytes: Iterable[int]) -> list[int] | None:
     """Return the address of each of several contiguous tensors of these sizes; None if
     memory may be missing."""
-    offsets, found = (
+    offsets, addresses = (
         [*map(Tensor.storage_offset, tensors)],
         [*map(Tensor.data_ptr, tensors)],
     )
@@ -198,9 +198,9 @@ def _places(tensors: Sequence[Tensor], nbytes: Iterable[int]) -> list[int] | Non
     )
     sizes = map(_storage_nbytes, map(Tensor.untyped_storage, tensors))
     return (
-        found
+        addresses
         if all(map(ge, sizes, ends))
-        and (0 not in found or all(map(has_memory, tensors)))
+        and (0 not in addresses or all(map(has_memory, tensors)))
         else None
     )
 

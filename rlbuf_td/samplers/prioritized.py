@@ -22,7 +22,7 @@ from rlbuf_td.storages.checks import State, exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
-from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import SAMPLED_AT
 
@@ -95,8 +95,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         remedy = (
             "Use a smaller max_capacity, or UniformSampler, which has no priorities."
         )
-        purpose = Purpose(f"Priorities of {capacity:,} rows take", remedy)
-        require_room(self.nbytes_for(capacity), torch.device("cpu"), purpose)
+        what = f"Priorities of {capacity:,} rows take"
+        require_room(self.nbytes_for(capacity), torch.device("cpu"), what, remedy, None)
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
         self.rule = rule(self.settings)
         self.priorities = Priorities(self.rule, capacity, device)

@@ -22,7 +22,7 @@ import torch
 
 from rlbuf_td.kernels.host_memory import advise_huge_pages
 from rlbuf_td.storages.checks import State
-from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
+from rlbuf_td.storages.memory_budget import require_room, room_for, show_bytes
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.numbers import SharedNumbers
@@ -42,7 +42,8 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 
 def allocate_bytes(
     nbytes: int,
     device: torch.device,
-    purpose: Purpose,
+    what: str,
+    remedy: str,
     *,
     scratch_dir: Path | None = None,
     shared: Any = None,
@@ -54,28 +55,21 @@ def allocate_bytes(
     With ``sparse=(likely, at_once)``, all bytes are zero, only ``likely`` bytes must be
     free, and a file reserves disk space only for its first ``at_once`` bytes.
     """
-    lazily = scratch_dir is None
     likely, at_once = sparse or (nbytes, nbytes)
-    is_shared = shared is not None
-    require_room(
-        likely,
-        device,
-        purpose,
-        scratch_dir=scratch_dir,
-        shared=is_shared,
-        lazily=lazily,
-    )
+    require_room(likely, device, what, remedy, scratch_dir)
     if scratch_dir is not None:
         return RowsFile.make(scratch_dir, nbytes, at_once).map(nbytes)
     try:
-        if is_shared:
+        if shared is not None:
             return shared.map(nbytes)
         if sparse is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         memory = _zeros_not_reserved(nbytes)
     except (OSError, OverflowError, RuntimeError) as error:
-        words = room_for(device, shared=is_shared).words()
-        message = f"{purpose.what} {show_bytes(likely)}, which cannot be allocated: {words}. {purpose.remedy}"
+        words = room_for(device).words()
+        message = (
+            f"{what} {show_bytes(likely)}, which cannot be allocated: {words}. {remedy}"
+        )
         raise MemoryError(message) from error
     advise_huge_pages(memory)
     return memory

@@ -66,13 +66,13 @@ from rlbuf_td.storages.memory import (
     allocate_bytes,
     delete_rows_file,
 )
-from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
+from rlbuf_td.storages.memory_budget import SHARED, require_room
 from rlbuf_td.storages.processes import SharedRows, watch_forks
-from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
-from rlbuf_td.storages.row_class import RowClass, unwrap
+from rlbuf_td.storages.ring import Ring, refuse_stamps
+from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
-from rlbuf_td.storages.saved import Moves, SavedRows
+from rlbuf_td.storages.saved import SavedRows
 from rlbuf_td.storages.schema import (
     Leaf,
     SchemaError,
@@ -108,19 +108,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_COPY = Purpose(
+_COPY = (
     "A copy of the written rows in shared memory takes",
     "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
 )
-_PARTS = Purpose(
+_PARTS = (
     "Priorities and trajectories of a shared buffer take",
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
 )
 _STATE_FILE = "storage.pt"
-_AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
-_OTHER_CAPACITY = (
-    "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
-)
 _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
 _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
@@ -701,12 +697,8 @@ class PackedStorage(LazyTensorStorage):
         with self.lock:  # no row of a copy is half written
             if self.has_estimates:  # saves a microsecond of all other reads
                 self.complete(as_tuple(index) if is_key(index) else None)
-            found = self.read(index)
-        return (
-            found
-            if self.row_class is None or is_key(index)
-            else self.row_class.wrap(found)
-        )
+            rows = self.read(index)
+        return rows if is_key(index) else wrap(rows, self.row_class)
 
     def read(self, index: Any) -> Any:
         """Return the transitions at ``index`` as :meth:`get` does, but always as a
@@ -1309,8 +1301,6 @@ class PackedStorage(LazyTensorStorage):
                 f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
                 f"(time, lanes), got batch size {tuple(data.batch_size)}"
             )
-        if self.row_class is not None:
-            self.row_class.refuse_other(data)
         if (
             self.lanes_wanted is not None
             and self.lanes_wanted != data.batch_size[lead_dims - 1]
@@ -1345,20 +1335,17 @@ class PackedStorage(LazyTensorStorage):
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if
-        other rows have another class.
-
-        ``None`` stands for TensorDicts, which are rows of any class.
-        """
+        other rows have another class."""
         with self.lock:
             if not len(self):
-                # of a reserved or emptied storage
-                if row_class is not None and self.rows is not None:
-                    row_class.refuse_other(self.rows.view())
                 self.row_class = row_class
-            elif row_class is not None and row_class != self.row_class:
-                own = "TensorDict" if self.row_class is None else self.row_class.name
+            elif row_class != self.row_class:
+                names = [
+                    "TensorDict" if kind is None else kind[-1][-1] if kind else "Tensor"
+                    for kind in (row_class, self.row_class)
+                ]
                 raise SchemaError(
-                    f"cannot write {row_class.name}: the rows of this storage are read as {own}"
+                    f"cannot write {names[0]}: the rows of this storage are read as {names[1]}"
                 )
 
     def steps_for(self, lanes: torch.Size) -> int:
@@ -1385,11 +1372,7 @@ class PackedStorage(LazyTensorStorage):
         nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
         sparse = None if sections is None else (sections.likely, sections.fixed)
         what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
-        purpose = Purpose(
-            what + (" with what they share" if dedup else ""),
-            self._remedy(layout),
-            self.is_reserved,
-        )
+        what += " with what they share" if dedup else ""
         # rows without a description hold no data
         if folder is not None and (self.existsok or self.reopen):
             (folder / ROWS_FILE).unlink(missing_ok=True)
@@ -1401,7 +1384,13 @@ class PackedStorage(LazyTensorStorage):
                 else None
             )
             memory = allocate_bytes(
-                nbytes, place, purpose, scratch_dir=folder, shared=shared, sparse=sparse
+                nbytes,
+                place,
+                what,
+                self._remedy(layout),
+                scratch_dir=folder,
+                shared=shared,
+                sparse=sparse,
             )
             # For longer rows, huge pages cost more at the first write than they save in
             # reads.
@@ -1594,8 +1583,8 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             ValueError: the rows are not on the CPU.
-            MemoryError: the written rows do not fit into shared memory a second time,
-                or the priorities do not fit there; nothing has changed.
+            MemoryError: the written rows do not fit into RAM a second time.
+            OSError: the priorities do not fit into ``/dev/shm``. Nothing has changed.
         """
         self._refuse_sharing()
         import_kernels()
@@ -1605,7 +1594,7 @@ class PackedStorage(LazyTensorStorage):
                     each._complete_reserved()
             parts = [*self._parts()]
             nbytes = sum(getattr(part, "bytes_to_share", 0) for part in parts)
-            require_room(nbytes, torch.device("cpu"), _PARTS, room_of=shared_tensors)
+            require_room(nbytes, torch.device("cpu"), *_PARTS, SHARED)
             if self.shared_rows is None:
                 self._move_rows()
             self.keys.share_memory_()
@@ -1651,7 +1640,7 @@ class PackedStorage(LazyTensorStorage):
             written = self.written_rows()
             entries = written.used_entries()
             nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
-            require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
+            require_room(nbytes, torch.device("cpu"), *_COPY, None)
             rows = self.map_rows(rows.layout, rows.shape, rows.dedup, shared.file)
             rows.restore_(written.matrix, entries)
         self.shared_rows = shared
@@ -1709,7 +1698,7 @@ class PackedStorage(LazyTensorStorage):
             else self.episodes.saved(self.ring.longest),
             "layout": rows.layout.state(),
             "rows": self.written_rows().given,
-            "row_class": None if self.row_class is None else self.row_class.state(),
+            "row_class": self.row_class,
         }
         if rows.dedup is not None:
             found |= {
@@ -1743,7 +1732,7 @@ class PackedStorage(LazyTensorStorage):
         trajectories go on."""
         self.prepare_load(content)()
 
-    def prepare_load(self, content: State) -> Callable[[], Moves | None]:
+    def prepare_load(self, content: State) -> Callable[[], None]:
         """Check a state, and read what can be read before the rows are replaced; the
         result replaces them.
 
@@ -1754,68 +1743,11 @@ class PackedStorage(LazyTensorStorage):
             return self.remove_rows
         return partial(saved.put, saved.read())
 
-    def load_newest(self, source: PackedStorage) -> Moves:
-        """Replace the rows by the newest rows of ``source``, in RAM, that fit.
-
-        They lie in the same cells if the capacities are equal; otherwise, those of each
-        lane from slot 0 on. Return their cells in ``source``, and in this storage,
-        ``[n]`` each.
-        """
-        layout, dedup, device = source.all_rows().layout, source.dedup, source.device
-        self.remove_rows()
-        if self.rows is not None and self.rows.layout != layout:
-            self.release()
-        if self.rows is None:
-            self.adopt(
-                self.make_rows(
-                    layout, source.lanes, device, self.dedup_for(layout, dedup)
-                )
-            )
-        self.is_reserved = source.is_reserved
-        self.take_class(source.row_class)
-        rows, ring, theirs = self.all_rows(), self.ring, source.ring
-        count = np.minimum(theirs.count, ring.steps)
-        first = theirs.written - count
-        # > 0: rows before are gone
-        ring.skip(first if ring.steps == theirs.steps else ring.steps * (first > 0))
-        since, to = (
-            theirs.cells_from(first, count),
-            ring.cells_from(ring.written, count),
-        )
-        steps = int(extents(ring.tail, ring.written + count, ring.steps).max())
-        if len(to) < steps * ring.lanes:
-            rows.matrix[:steps].zero_()  # some are holes
-        size = max(1, _AT_ONCE // layout.row_bytes)
-
-        def copy() -> None:
-            head = ring.serials
-            for part, cells in zip(since.split(size), to.split(size), strict=True):
-                rows.append_(cells.numpy(), source.all_rows().leaves_at(part), head)
-                head[1] += np.bincount(cells.numpy() % ring.lanes, minlength=ring.lanes)
-
-        if len(to):
-            lanes = np.flatnonzero(count)
-            self.publish(lanes, count[lanes], copy)
-        ring.write_count = theirs.write_count
-        if theirs.is_estimated:
-            ring.mark_estimated(theirs.value_rows)
-        saved = (
-            None if source.episodes is None else source.episodes.saved(theirs.longest)
-        )
-        if saved is not None:
-            back = torch.zeros(ring.lanes, steps, dtype=torch.int32, device="cpu")
-            back[to % ring.lanes, to // ring.lanes] = saved["back"][
-                since % ring.lanes, since // ring.lanes
-            ]
-            saved["back"] = back
-        self.load_episodes(saved)
-        return since, to
-
     def examine(self, content: State, folder: Path | None = None) -> SavedRows | None:
         """Check a state before it is loaded; return its rows, or None if it has no rows
         to load.
 
-        Without a ``folder`` of files, rows keep their cells, or are refused.
+        ``folder`` is that of the files of a dump.
         """
         with state_of(self):
             if "layout" not in content:
@@ -1827,21 +1759,7 @@ class PackedStorage(LazyTensorStorage):
                 return None
             if content.get("reserved", False) and self.rows is not None:
                 return None
-            RowClass.refuse_state(content.get("row_class"))
-            saved, (tail, written) = (
-                SavedRows(self, content, folder),
-                content["ring"]["head"],
-            )
-            own, steps = saved.capacity, saved.steps
-            moves = (
-                (tail % steps > 0) | (written - tail == steps) | (written - tail > own)
-            )
-            if folder is None and steps != own and bool(moves.any()):
-                raise ValueError(
-                    f"the rows of a full buffer, with gaps, or of more than {own} time steps were saved with a "
-                    f"capacity of {steps} time steps, not {own}; {_OTHER_CAPACITY}"
-                )
-            return saved
+            return SavedRows(self, content, folder)
 
     @staticmethod
     def of_state(content: State) -> PackedStorage:
@@ -1868,7 +1786,7 @@ class PackedStorage(LazyTensorStorage):
         """Restore the counters of a state, whose rows are here; updates skip all
         batches that were sampled before."""
         self.is_reserved = content.get("reserved", False)
-        self.row_class = RowClass.of_state(content.get("row_class"))
+        self.row_class = content["row_class"]
         self.ring.load(content["ring"])
         self._bump_mutation_revision()
         self.load_episodes(content.get("episodes"))

@@ -27,7 +27,7 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
 from rlbuf_td.storages.memory import HeadFile, NamelessFile, SharedFile
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.row_class import RowClass
+from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
@@ -96,9 +96,7 @@ class SharedRows(Attached):
                 torch.Size(description["shape"]),
             )
             self._refuse_other(shape)
-            storage.row_class = storage.row_class or RowClass.of_state(
-                description.get("row_class")
-            )
+            storage.row_class = loaded(description["row_class"])
             dedup = saved_dedup(layout, description)
             storage.adopt(storage.map_rows(layout, shape, dedup, self.file))
 
@@ -108,9 +106,8 @@ class SharedRows(Attached):
         description: dict[str, Any] = {
             "layout": made.layout.state(),
             "shape": list(made.shape),
+            "row_class": self.storage.row_class,
         }
-        if self.storage.row_class is not None:
-            description["row_class"] = self.storage.row_class.state()
         if made.dedup is not None:
             description["deduplicated"] = made.dedup.state()
         text = torch.frombuffer(
@@ -153,7 +150,7 @@ class SharedRows(Attached):
         if storage.steps_for(lanes) != shape[0]:
             raise ValueError(
                 f"{where} capacity {prod(shape)}, not {storage.max_size}: reopen them with "
-                f"max_size={prod(shape)}; rb.dumps and rb.loads transfer rows into another capacity"
+                f"max_size={prod(shape)}"
             )
 
     def entered(self) -> None:

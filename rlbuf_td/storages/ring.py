@@ -304,16 +304,6 @@ class Ring:
         self.after[TAIL] = self.after[WRITTEN] = (
             self.written + -self.written % self.steps
         )
-        self._replace_head()
-
-    def skip(self, by: np.ndarray) -> None:
-        """Let the next row of each lane of an empty ring have a serial greater by
-        ``by``, ``[E]``."""
-        self.after[:] = self.head
-        self.after[:FOLLOWING] += by
-        self._replace_head()
-
-    def _replace_head(self) -> None:
         self.before[:] = self.after[WRITTEN]  # no row is new
         self.noted[:] = np.where(self.noted < 0, -1, self.after[WRITTEN])
         self._plan(0)
@@ -408,13 +398,8 @@ class Ring:
     def newest_cells(self, count: np.ndarray) -> Tensor:
         """Return the cells of the newest ``count`` rows of each lane, ``[E]``: lane
         after lane, the oldest first."""
-        return self.cells_from(self.written - count, count)
-
-    def cells_from(self, first: np.ndarray, count: np.ndarray) -> Tensor:
-        """Return the cells of ``count`` rows of each lane, ``[E]``, from serial
-        ``first`` on: lane after lane."""
         lane = np.repeat(np.arange(self.lanes), count)
-        serial = np.arange(len(lane)) + (first + count - count.cumsum())[lane]
+        serial = np.arange(len(lane)) + (self.written - count.cumsum())[lane]
         return torch.from_numpy(serial % self.steps * self.lanes + lane)
 
     def cells_after(self, cell: Tensor, steps: Tensor) -> Tensor:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages.checks import State
-from rlbuf_td.storages.dedup import saved_dedup
+from rlbuf_td.storages.dedup import DedupLayout, saved_dedup
 from rlbuf_td.storages.entries import refuse_foreign
 from rlbuf_td.storages.episodes import refuse_episodes
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.ring import refuse_ring
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.row_class import loaded
+from rlbuf_td.storages.schema import SchemaError, show_key
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
     from rlbuf_td.storages.rows import Rows
 
-#: Cells of rows before and after a load, ``[n]`` int64 each.
-Moves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
 
 class SavedRows:
     """The rows of a state; the constructor refuses rows that do not fit the storage.
 
-    If capacity and deduplication are equal, the saved bytes are copied. Otherwise, a
-    storage of the saved kind takes them first, and :meth:`PackedStorage.load_newest`
-    writes its newest rows.
+    Capacity, lanes and deduplication must be equal; the saved bytes are copied.
 
     Args:
         storage: takes the rows.
@@ -57,15 +53,8 @@ class SavedRows:
         self.lanes, self.dedup = self.matrix.shape[1:-1], saved_dedup(layout, content)
         self._refuse_others(content)
         ring, rows = content["ring"], storage.rows
-        self.steps, self.capacity = ring["steps"], storage.steps_for(self.lanes)
-        self.fits = self.steps == self.capacity
         self.is_new = rows is None or rows.layout != layout
-        own_dedup = (
-            storage.dedup_for(layout, self.dedup) if self.is_new else storage.dedup
-        )
-        self.is_direct = self.fits and own_dedup == self.dedup
-        tail, written = ring["head"]
-        self.dropped = max(0, int((written - tail).max()) - self.capacity)  # time steps
+        self._refuse_other_form(ring["steps"])
         scratch = storage.scratch_dir
         is_there = (
             folder is not None
@@ -75,27 +64,21 @@ class SavedRows:
         self._replaces_file = self.is_new and is_there
         # Files read into new memory are checked while they are read: if one is damaged,
         # that memory is discarded.
-        self.is_read_once = (
-            not self.is_direct or self.is_new
-        ) and not self._replaces_file
-        if self.dedup is not None and self.is_direct:
+        self.is_read_once = self.is_new and not self._replaces_file
+        if self.dedup is not None:
             self.matrix = (
                 self.matrix
                 if isinstance(self.matrix, torch.Tensor)
                 else self.matrix.read()
             )
             refuse_foreign(self.dedup, self.matrix, self.entries, ring)
-        self.content = content | {"rows": self.matrix}
+        row_class = loaded(content["row_class"])
+        self.content = content | {"rows": self.matrix, "row_class": row_class}
 
     def _refuse_others(self, content: State) -> None:
         """Raise an error for rows that do not fit the storage, and for numbers that do
         not fit the rows."""
-        storage, layout, lanes, lead = (
-            self.storage,
-            self.layout,
-            self.lanes,
-            self.matrix.shape[:-1],
-        )
+        storage, layout, lead = self.storage, self.layout, self.matrix.shape[:-1]
         rows = storage.rows
         storage.refuse_layout(layout)
         may_get_more = (
@@ -107,22 +90,12 @@ class SavedRows:
             raise SchemaError(
                 "the saved rows have other keys, dtypes or shapes than this storage"
             )
-        if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
-            own = (
-                tuple(rows.lanes)
-                if rows is not None
-                else f"of a storage with ndim={storage.ndim}"
-            )
-            remedy = "copy lane after lane into other lanes, rb.extend(old.lane(e).chronological(), lanes=e)"
-            raise ValueError(
-                f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}: {remedy}"
-            )
         if content["_len"] != lead.numel():
             raise ValueError(
                 f"the saved length is {content['_len']!r}, expected that of the rows, {lead.numel()}"
             )
         refuse_ring(content["ring"], lead)
-        refuse_episodes(content.get("episodes"), lanes.numel(), lead[0])
+        refuse_episodes(content.get("episodes"), self.lanes.numel(), lead[0])
         stored = layout if self.dedup is None else self.dedup.stored
         found = self.matrix.dtype, self.matrix.shape[-1] * self.matrix.dtype.itemsize
         if found != (stored.carrier, stored.row_bytes):
@@ -130,19 +103,40 @@ class SavedRows:
                 f"the saved rows are {found[0]}, {found[1]} bytes each, expected {stored.row_bytes}"
             )
 
-    def read(self) -> Rows | PackedStorage | None:
-        """Read the rows into new memory, or into another storage; return None if
-        :meth:`put` reads them."""
+    def _refuse_other_form(self, steps: int) -> None:
+        """Raise a ValueError unless the storage has ``steps`` time steps of these lanes
+        in the saved form."""
+        storage, lanes = self.storage, self.lanes
+        own_lanes, own_dedup = storage.lanes, storage.dedup
+        if self.is_new:
+            own_dedup = storage.dedup_for(self.layout, self.dedup)
+        if storage.rows is None and storage.lanes_wanted is not None:
+            own_lanes = torch.Size([storage.lanes_wanted])
+        elif storage.rows is None:  # as many as the first write has
+            is_like = len(lanes) == storage.ndim - 1
+            own_lanes = lanes if is_like else torch.Size([1] * (storage.ndim - 1))
+        shapes = [steps, *lanes], [storage.steps_for(own_lanes), *own_lanes]
+        if shapes[0] == shapes[1] and own_dedup == self.dedup:
+            return
+        rows = "old.lane(e).chronological()" if lanes else "old.chronological()"
+        target = ", lanes=e" if storage.ndim > 1 else ""
+        raise ValueError(
+            f"the saved storage is {shapes[0]} with {_form(self.dedup)}, this one {shapes[1]} with {_form(own_dedup)}: "
+            f"load it into a buffer of its own kind, old, and copy the rows, new.extend({rows}{target}); "
+            "rows of a writer without order are old[:]"
+        )
+
+    def read(self) -> Rows | None:
+        """Read the rows into new memory; return None if :meth:`put` reads them."""
         storage = self.storage
-        found = None if self.is_direct else storage.of_state(self.content)
         # The reserved and the new rows may not fit together.
         if self.is_new and storage.is_reserved and storage.scratch_dir is not None:
             storage.release()
         # left by the process that wrote the dump
         if self._replaces_file and storage.scratch_dir is not None:
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
-        if found is not None or not self.is_new:
-            return found
+        if not self.is_new:
+            return None
         device = self.matrix.device if isinstance(self.matrix, torch.Tensor) else None
         rows = None
         try:
@@ -157,19 +151,18 @@ class SavedRows:
             raise
         return rows
 
-    def put(self, found: Any) -> Moves | None:
-        """Replace the rows of the storage by what :meth:`read` has returned.
-
-        If they lie in other cells than in the state, return their cells there and here.
-        """
+    def put(self, rows: Rows | None) -> None:
+        """Replace the rows of the storage by what :meth:`read` has returned."""
         storage = self.storage
-        if not self.is_direct:
-            moved = storage.load_newest(found)
-            return None if self.fits else moved
-        if found is not None:
-            storage.adopt(found)
+        if rows is not None:
+            storage.adopt(rows)
         else:
             storage.begin_load()
             storage.all_rows().restore_(self.matrix, self.entries)
         storage.restore_counters(self.content)
-        return None
+
+
+def _form(dedup: DedupLayout | None) -> str:
+    if dedup is None:
+        return "plain rows"
+    return f"deduplicated {', '.join(map(show_key, sorted(dedup.deduplicated)))}"

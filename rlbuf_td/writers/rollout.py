@@ -155,7 +155,6 @@ class RolloutWriter(TimeWriter, Completes):
         [1.75, 1.5, 1.0]
     """
 
-    needs_capacity = True  # a dump loads into the same capacity only
     begins_anew = True
     appends = False  # the advantages of a rollout need whole time steps
 

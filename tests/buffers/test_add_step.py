@@ -569,10 +569,10 @@ def load_state(rb: ReplayBuffer, folder: Path) -> None:
 
 
 def load_another(rb: ReplayBuffer, folder: Path) -> None:
-    """Load rows of another number of slots."""
+    """Load the rows of another buffer."""
     steps = Steps(9)
-    other = ReplayBuffer(storage=PackedStorage(4 * LANES, ndim=2), batch_size=4)
-    for _ in range(6):
+    other = ReplayBuffer(storage=PackedStorage(STEPS * LANES, ndim=2), batch_size=4)
+    for _ in range(STEPS + 2):
         step = steps.make(LANES)
         if rb.storage.layout is not None and TRAJ_KEY in rb.storage.layout.places:
             step["collector"] = {"traj_ids": np.zeros(LANES, np.int64)}

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -285,75 +285,65 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
         )
     del rb, each
     # in the place of the file that the dump is of
-    larger = of_rows(tmp_path, rows=ROWS + 1)
-    larger.loads(tmp_path)
-    assert_same(larger[:], copy.chronological())
+    again = of_rows(tmp_path)
+    again.loads(tmp_path)
+    assert_same(again[:], copy[:])
 
 
+def storage_of(kind: str) -> td.PackedStorage:
+    settings: dict[str, Any] = {
+        "larger": {"max_size": 30},
+        "deduplicated": {"max_size": 20, "share_next": True},
+        "lanes": {"max_size": 40, "ndim": 2, "lanes": 2},
+        "larger lanes": {"max_size": 90, "ndim": 2, "lanes": 3},
+        "more lanes": {"max_size": 80, "ndim": 2, "lanes": 4},
+    }
+    return td.PackedStorage(**settings[kind])
+
+
+@pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize(
-    ("lanes", "written", "capacity"),
-    [(0, 1, 5), (3, 3, 12), (3, 11, 5), (0, 11, 12), (3, 11, 21)],
+    ("lanes", "kind", "words", "remedy"),
+    [
+        (0, "larger", r"\[20\] .* \[30\]", "old.chronological()"),
+        (0, "deduplicated", "plain rows.*deduplicated", "old.chronological()"),
+        (0, "lanes", r"\[20\] .* \[20, 2\]", "old.chronological(), lanes=e"),
+        (3, "larger lanes", "30, 3", "old.lane(e).chronological(), lanes=e"),
+        (3, "more lanes", "20, 4", "old.lane(e).chronological(), lanes=e"),
+        (3, "larger", r"\[20, 3\] .* \[30\]", "old.lane(e).chronological()"),
+    ],
 )
-@pytest.mark.parametrize("sampler", ["proportional", "rank"])
-def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tmp_path):
-    rb = make(sampler, lanes=lanes)
-    td.TrajectoryIndex(rb.storage)
-    for number in range(written):
-        step(rb, number, lanes)
-    rb.dumps(tmp_path)
-    again = make(sampler, steps=capacity, lanes=lanes)
-    live = len(rb) // max(1, lanes)
-    dropped = f"the {live - capacity} oldest time steps of the dump were dropped"
-    with pytest.warns(UserWarning, match=dropped) if live > capacity else nullcontext():
-        again.loads(tmp_path)
-    kept = min(live, capacity)
-    assert_same(again.chronological(), rb.last(kept))
-    assert again.write_count == rb.write_count
-    found = (each.sampler.priority(torch.arange(len(each))) for each in (rb, again))
-    priorities = [each.view(-1, max(1, lanes)) for each in found]
-    start = rb.writer._cursor if rb.full else 0
-    assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
-    assert (
-        again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1
-    ).all()
-    index, fresh = td.TrajectoryIndex(again.storage), td.TrajectoryIndex(again.storage)
-    rows = torch.arange(len(again))
-    for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
-        assert torch.equal(left, right)
-    for number in range(20, 30):
-        step(again, number, lanes)
-    assert again.chronological()["number"].flatten()[-1] == 29 * 3 + 2
-
-
-@pytest.mark.parametrize("sampler", ["proportional", "rank"])
-def test_a_dump_from_before_the_first_write_is_loaded_into_another_capacity(
-    sampler, tmp_path
+def test_other_capacities_and_forms_are_refused_with_a_remedy_that_works(
+    lanes, kind, words, remedy, is_used, tmp_path
 ):
-    rb, again = make(sampler), make(sampler, steps=30)
-    rb.sampler.alpha = 0.3
-    rb.dumps(tmp_path)
-    again.extend(transitions(4))
-    again.loads(tmp_path)
-    assert (len(again), again.sampler.alpha) == (0, 0.3)
-    step(again, 0)
+    def with_next(n, lanes):
+        data = transitions(n, lanes)
+        return data.set(("next", "observation"), data["observation"] + 1)
 
-
-def test_epochs_start_anew_when_rows_move(tmp_path):
-    def buffer(capacity):
-        return td.ReplayBuffer(
-            storage=td.PackedStorage(capacity),
-            sampler=td.MinibatchSampler(2),
-            batch_size=2,
-        )
-
-    rb = buffer(6)
-    rb.extend(transitions(8))
-    rb.sample()
-    rb.dumps(tmp_path)
-    again = buffer(10)
-    again.loads(tmp_path)
-    drawn = [again.sample()["number"] for _ in range(6)]
-    assert sorted(torch.cat(drawn).tolist()) == sorted(2 * list(range(2, 8)))
+    old = make("proportional", lanes=lanes)
+    old.extend(with_next(26 - lanes, lanes))
+    old.dumps(tmp_path)
+    new = make("proportional", storage=storage_of(kind))
+    if is_used:
+        own_lanes = 0 if new.storage.ndim == 1 else new.storage.lane_count
+        new.extend(with_next(9, own_lanes))
+    before = len(new)
+    remedy = f"new.extend({remedy})"
+    with pytest.raises(td.CheckpointError, match=f"{words}.*{re.escape(remedy)}"):
+        new.loads(tmp_path)
+    with pytest.raises(ValueError, match=f"{words}.*{re.escape(remedy)}"):
+        new.load_state_dict(old.state_dict())
+    assert len(new) == before
+    new.empty()
+    for e in range(max(1, lanes)):
+        eval(remedy)
+        copied, rows = new, old
+        if new.storage.ndim > 1:
+            copied = new.lane(e)
+        if lanes:
+            rows = old.lane(e)
+        expected = rows.chronological()
+        assert_same(copied.chronological()[-len(expected) :], expected)
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda:99"])

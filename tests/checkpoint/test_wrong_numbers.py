@@ -190,7 +190,7 @@ def test_a_wrong_number_is_refused_and_changes_nothing(name):
 def test_a_wrong_class_of_rows_is_refused_and_changes_nothing(wrong: object) -> None:
     rb, state = make("uniform"), make("uniform", count=20).state_dict()
     before, state["_storage"]["row_class"] = rb[:].clone(), wrong
-    with pytest.raises(ValueError, match="the saved class of rows"):
+    with pytest.raises(ValueError, match="not that of a PackedStorage"):
         rb.load_state_dict(state)
     assert (rb[:] == before).all()
 

@@ -40,7 +40,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["demo"]) == 1
     assert (
-        "'matplotlib.figure' is missing: pip install 'rlbuf_td[demo]'"
+        "the package 'matplotlib' is missing: pip install 'rlbuf_td[demo]'"
         in capsys.readouterr().err
     )
 
@@ -54,7 +54,7 @@ def test_a_missing_package_of_an_environment_is_not_said_to_be_in_an_extra(
     monkeypatch.setattr("rlbuf_td.cli.demo.main", train)
     assert main(["demo", "--env", "ALE/Pong-v5"]) == 1
     said = capsys.readouterr().err
-    assert "'ale_py' is missing: no extra of rlbuf_td has it" in said
+    assert "the package 'ale_py' is missing: no extra of rlbuf_td has it" in said
 
 
 @pytest.mark.parametrize(

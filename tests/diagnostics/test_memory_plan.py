@@ -173,7 +173,7 @@ def planned(
     monkeypatch.setattr(
         planning,
         "room_for",
-        lambda _, scratch_dir=None, **__: rooms[scratch_dir is not None],
+        lambda _, folder=None: rooms[folder is not None],
     )
     example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
     return td.plan(example, capacity, **settings)

@@ -157,15 +157,15 @@ REFUSALS: Table = {
     ],
     ("PackedStorage.load_state_dict", storage): [
         (lambda storage: storage.load_state_dict(rows_of(steps(3, x=zeros(3)))), ValueError, "other keys, dtypes or"),
-        (lambda storage: storage.load_state_dict(rows_of(steps(12), 15)), ValueError, "of more than 10 time steps"),
-        (lambda storage: storage.load_state_dict(rows_of(steps(4), 4)), ValueError, "of a full buffer, with"),
+        (lambda storage: storage.load_state_dict(rows_of(steps(12), 15)), ValueError, r"\[15\] .* \[10\]"),
+        (lambda storage: storage.load_state_dict(rows_of(steps(4), 4)), ValueError, r"\[4\] .* \[10\]"),
         (lambda storage: storage.load_state_dict(of_float3(storage)), ValueError, "'action' an unknown dtype 'float3'"),
     ],
     ("PackedStorage.load_state_dict, no rows", no_rows): [
-        (lambda storage: storage.load_state_dict(rows_of(steps(12), 15)), ValueError, "of more than 10 time steps"),
+        (lambda storage: storage.load_state_dict(rows_of(steps(12), 15)), ValueError, r"\[15\] .* \[10\]"),
     ],
     ("PackedStorage.load_state_dict, lanes", storage_of_lanes): [
-        (lambda storage: storage.load_state_dict(rows_of(steps(3, 3), 15, ndim=2)), ValueError, r"do not fit"),
+        (lambda storage: storage.load_state_dict(rows_of(steps(3, 3), 15, ndim=2)), ValueError, "old.lane"),
     ],
     ("PackedStorage.load_state_dict, share_next", lambda: storage(share_next=True)): [
         *((lambda storage, spoil=spoil: storage.load_state_dict(storage.state_dict() | {"entries": spoil(storage)}),

@@ -77,7 +77,7 @@ REFUSALS: Table = {
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, sampler=n_step()), ValueError, "needs rows in time order"),
     ],
     ("ReservoirWriter, loaded into a larger one", lambda: reservoir(40)): [
-        (loads(reservoir), td.CheckpointError, "a ReservoirWriter needs the same capacity"),
+        (loads(reservoir), td.CheckpointError, r"\[30\] .* \[40\].*old\[:\]"),
     ],
     ("writers over another storage", nothing): [
         (lambda _, make=make: TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=make()), TypeError,

@@ -146,18 +146,11 @@ def test_emptying_is_done_or_not_and_a_draw_changes_nothing(
 
 
 @some_lines
-@pytest.mark.parametrize(
-    ("how", "share_next"),
-    [
-        ("a state", True),
-        ("a dump", False),
-        pytest.param("a state of plain rows", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("how", "share_next"), [("a state", True), ("a dump", False)])
 def test_a_load_that_was_not_finished_leaves_all_rows_or_none(
     how: str, share_next: bool, every: int, tmp_path: Path
 ) -> None:
-    def buffer(first: int, share_next: bool = share_next) -> ReplayBuffer:
+    def buffer(first: int) -> ReplayBuffer:
         storage = PackedStorage(CAPACITY, share_next=share_next)
         rb = ReplayBuffer(
             storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=8
@@ -174,14 +167,16 @@ def test_a_load_that_was_not_finished_leaves_all_rows_or_none(
         )
         return rb
 
-    rb, other = buffer(0), buffer(500, share_next and how == "a state")
+    rb, other = buffer(0), buffer(500)
     expected, state = rb.chronological(), other.state_dict()
     other.dumps(tmp_path)
     rb.share()
     for line in count(1, 2 * every):
         is_killed = killed_at(
             line,
-            lambda: rb.load_state_dict(state) if "state" in how else rb.loads(tmp_path),
+            lambda: (
+                rb.load_state_dict(state) if how == "a state" else rb.loads(tmp_path)
+            ),
         )
         is_loaded = False
         if len(rb):

@@ -236,38 +236,6 @@ def test_torchrls_samplers_that_draw_holes_are_refused() -> None:
             theirs.sample()
 
 
-def test_a_state_goes_into_another_capacity_unless_a_lane_is_full() -> None:
-    for steps in (20, 8):
-        world = unlike(ProportionalSampler(60), steps=12)
-        world.empty()
-        world.append([1] * 3 + [2] * 7)
-        other = ReplayBuffer(
-            storage=PackedStorage(3 * steps, ndim=2, lanes=3),
-            sampler=ProportionalSampler(60),
-        )
-        other.load_state_dict(world.rb.state_dict())
-        world.model.resize(steps)
-        world.rb = other
-        for _ in range(3):  # without ids, episodes go on after a load
-            m.assert_holds(other, world.model)
-            world.append([world.rng.randrange(3) for _ in range(11)])
-    state = unlike().rb.state_dict()
-    for steps, lanes, words in (
-        (20, 3, "not 20; rb.dumps and"),
-        (8, 3, "rb.dumps and"),
-        (12, 4, r"\(3,\) do not fit"),
-    ):
-        other = ReplayBuffer(storage=PackedStorage(lanes * steps, ndim=2, lanes=lanes))
-        other.storage.reserve(
-            m.as_tensordict(
-                [World(other, Model(steps, lanes), ids=False).make(0)] * lanes
-            )
-        )
-        with pytest.raises(ValueError, match=words):
-            other.load_state_dict(state)
-        assert len(other) == 0
-
-
 def test_a_mixture_writes_to_lanes_of_a_member() -> None:
     world = unlike()
     mixture = ReplayBufferMixture(

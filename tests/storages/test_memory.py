@@ -158,109 +158,11 @@ def test_pages_that_were_taken_are_resident():
     assert not memory.any()
 
 
-GIB = 1 << 30
-MEMINFO = f"MemTotal: {8 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {6 << 20} kB\nSwapTotal: {2 << 20} kB\n"
-
-
-@pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that writes the files of a system, 8 GiB with 6 free and 2 of
-    swap."""
-    monkeypatch.setattr(_room, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(_room, "_CGROUPS", tmp_path / "cgroup")
-
-    def write(**files: str) -> None:
-        for name, text in {"proc/meminfo": MEMINFO, **files}.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-
-    return write
-
-
-def limits(
-    folder: str, limit: int | str, used: int, stat: str = "", version: int = 2
-) -> dict[str, str]:
-    names = (
-        ("memory.max", "memory.current")
-        if version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    files = dict(zip(names, (limit, used), strict=True)) | (
-        {"memory.stat": stat} if stat else {}
-    )
-    return {f"cgroup{folder}/{name}": f"{text}\n" for name, text in files.items()}
-
-
-SYSTEMS: dict[str, tuple[dict[str, str], Room]] = {
-    "available memory is free, swap counts in the total": (
-        {},
-        Room("RAM", 6 * GIB, 10 * GIB),
-    ),
-    "an old kernel tells the total alone": (
-        {"proc/meminfo": "MemTotal: 1024 kB\n"},
-        Room("RAM", 1 << 20, 1 << 20),
-    ),
-    "the tightest group limits, and its file caches can be dropped": (
-        {
-            "proc/self/cgroup": "0::/slice/job\n",
-            **limits("", "max", 1),
-            **limits(
-                "/slice",
-                4 * GIB,
-                3 * GIB,
-                f"anon 7\ninactive_file {GIB // 4}\nactive_file {GIB // 4}",
-            ),
-            **limits("/slice/job", 5 * GIB, GIB),
-        },
-        Room("RAM", 3 * GIB // 2, 4 * GIB),
-    ),
-    "groups of version 1, by a path that is that outside a container": (
-        {
-            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
-            **limits(
-                "/memory",
-                2 * GIB,
-                GIB,
-                f"inactive_file 1\ntotal_inactive_file {GIB // 2}",
-                version=1,
-            ),
-        },
-        Room("RAM", 3 * GIB // 2, 2 * GIB),
-    ),
-    "a group without a limit": (
-        {
-            "proc/self/cgroup": "4:memory:/\n",
-            **limits("/memory", 9223372036854771712, 123, version=1),
-        },
-        Room("RAM", 6 * GIB, 10 * GIB),
-    ),
-}
-
-
-@pytest.mark.parametrize(("files", "expected"), SYSTEMS.values(), ids=SYSTEMS)
-def test_memory_is_read_where_the_system_tells_it(
-    system: Any, files: dict[str, str], expected: Room
-) -> None:
-    system(**files)
-    assert _room.ram() == expected
-
-
-def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(
-    system, tmp_path, monkeypatch
-):
-    system()
-    monkeypatch.setattr(_room, "_SHARED", tmp_path)
-    for free, total, expected in (
-        (GIB, 2 * GIB, (GIB, 2 * GIB)),
-        (99 * GIB, 99 * GIB, (6 * GIB, 10 * GIB)),
-    ):
-        usage = type("", (), {"free": free, "total": total})
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        room = _room.shared_tensors()
-        assert (room.free, room.total) == expected
-    # as large as RAM
-    assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)
+def test_memory_is_read_where_the_system_tells_it() -> None:
+    room = _room.room_for(torch.device("cpu"))
+    if sys.platform == "linux":
+        assert 1 << 20 < (room.free or 0) <= (room.total or 0) < 1 << 50
+    assert _room.room_for(torch.device("cpu"), Path("/")).free
 
 
 def step(n: int = 2) -> TensorDict:
@@ -273,7 +175,7 @@ def step(n: int = 2) -> TensorDict:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20)
+        _room, "room_for", lambda device, _=None: Room(device.type, 10 << 20, 20 << 20)
     )
 
 
@@ -329,7 +231,7 @@ def test_written_rows_that_do_not_fit_into_memory_twice_are_not_shared(
     rb.extend(step(900))
     fewer.extend(step(2))
     monkeypatch.setattr(
-        _room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20)
+        _room, "room_for", lambda device, _=None: Room(device.type, 5 << 20, 10 << 20)
     )
     with pytest.raises(
         MemoryError,
@@ -341,8 +243,7 @@ def test_written_rows_that_do_not_fit_into_memory_twice_are_not_shared(
     assert (fewer.share()[:] == step(2)).all()  # only written rows are copied
 
 
-def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(_room, "_SHARED", tmp_path)
+def test_small_shared_file_systems_limit_priorities_but_not_rows(monkeypatch):
     usage = type("", (), {"free": 1 << 20, "total": 1 << 20})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     rb = ReplayBuffer.from_schema(step()[0], 200, shared=True)  # 2.4 MiB
@@ -351,8 +252,8 @@ def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monke
         storage=PackedStorage(100), sampler=ProportionalSampler(200_000)
     )
     prioritized.extend(step())
-    words = r"Priorities and trajectories of a shared buffer take 1.9 MiB, .* 1.0 MiB of shared memory .*--shm-size"
-    with pytest.raises(MemoryError, match=words):
+    words = r"Priorities and trajectories of a shared buffer take 1.9 MiB, .* 1.0 MiB of disk ./dev/shm. .*--shm-size"
+    with pytest.raises(OSError, match=words):
         prioritized.share()
     assert prioritized.storage.shared_rows is None
     assert len(prioritized.sample(4)) == 4
@@ -363,7 +264,7 @@ def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monke
 def test_priorities_that_cannot_be_had_are_refused(sampler: Any) -> None:
     with pytest.raises(
         MemoryError,
-        match=r"Priorities of 2,000,000 rows take (18|38|39).* free .*max_capacity",
+        match=r"Priorities of 4,000,000 rows take (37|7\d).* free .*max_capacity",
     ):
-        sampler(2_000_000)
+        sampler(4_000_000)
     assert sampler(100_000)._max_capacity == 100_000

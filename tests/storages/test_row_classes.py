@@ -159,18 +159,14 @@ def test_copies_and_dumps_keep_the_class(tmp_path: Path) -> None:
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     rb.extend(steps(0, 10))
     rb.dumps(tmp_path)
-    loaded, larger = (
-        ReplayBuffer(storage=PackedStorage(size), batch_size=4) for size in (20, 30)
-    )
+    loaded = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     loaded.loads(tmp_path)
-    larger.loads(tmp_path)
     restored = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     restored.load_state_dict(rb.state_dict())
     for each in (
         copy.deepcopy(rb),
         pickle.loads(pickle.dumps(rb)),
         loaded,
-        larger,
         restored,
     ):
         check(each.sample(), 4)
@@ -214,7 +210,7 @@ def test_other_classes_are_refused_and_change_nothing() -> None:
     ):
         plain.extend(torch.arange(3))
     rb.empty()
-    with pytest.raises(SchemaError, match="the rows cannot be read as Tensor"):
+    with pytest.raises(SchemaError, match="unknown key 'data'"):
         rb.extend(torch.arange(3))  # the schema stays
     rb.extend(steps(5, 3).to_tensordict())
     assert type(rb.sample()) is TensorDict
@@ -224,9 +220,7 @@ def test_a_class_without_fields_for_all_entries_of_the_rows_is_refused() -> None
     schema = steps(0, 1)[0].to_tensordict().set("other", torch.zeros(1))
     for shared in (False, True):
         rb = ReplayBuffer.from_schema(schema, 20, shared=shared, batch_size=4)
-        with pytest.raises(
-            SchemaError, match=r"the rows cannot be read as Step: .*other"
-        ):
+        with pytest.raises(SchemaError, match="'other' is missing"):
             rb.extend(steps(0, 5))
         rb.extend(schema.expand(5))
         assert type(rb.sample()) is TensorDict

@@ -47,8 +47,10 @@ def recent_rows(
             if out is None
             else out
         )
-        given = len(uniform), lanes, newest, span, steps, float(log_decay)
-        loop("draws.cpu", "recent_rows")(address_of(uniform), address_of(rows), *given)
+        settings = len(uniform), lanes, newest, span, steps, float(log_decay)
+        loop("draws.cpu", "recent_rows")(
+            address_of(uniform), address_of(rows), *settings
+        )
         return rows
     age = (
         torch.log1p(uniform * expm1(span * log_decay)) / log_decay
@@ -93,8 +95,8 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     """
     batch = uniform.shape[0]
     step = torch.arange(batch, device=uniform.device)
-    place = step + (uniform * (rows - step)).long()
-    ordered, order = place.sort(stable=True)
+    position = step + (uniform * (rows - step)).long()
+    ordered, order = position.sort(stable=True)
     # For each step, the last earlier step that took the row at the same place (-1:
     # none): it moved another row there.
     before = torch.full_like(order, -1)
@@ -107,4 +109,4 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     # pointer doubling: follows all chains in parallel
     for _ in range((batch - 1).bit_length()):
         away = away[away]
-    return torch.where(before < 0, place, away[before.clamp(min=0)])
+    return torch.where(before < 0, position, away[before.clamp(min=0)])

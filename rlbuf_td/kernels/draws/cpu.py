@@ -63,12 +63,12 @@ def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: flo
 
 
 @kernel
-def append_distinct(out_at, size, kept, values_at, given):
+def append_distinct(out_at, size, kept, values_at, value_count):
     """Implement :func:`rlbuf_td.kernels.draws.append_distinct_` for arrays at
     addresses."""
     out, values = (
         carray(pointer(out_at), size, np.int64),
-        carray(pointer(values_at), given, np.int64),
+        carray(pointer(values_at), value_count, np.int64),
     )
     # A hash set with open addressing. It has at least twice as many places as ``out``,
     # so a free one is always found.
@@ -81,10 +81,10 @@ def append_distinct(out_at, size, kept, values_at, given):
         if count == len(out):
             break
         value = out[i] if i < kept else values[i - kept]
-        place = (np.uint64(value) * _SPREAD) >> (_WORD - bits)
-        while places[place] >= 0 and places[place] != value:
-            place = (place + _ONE) & last
-        if places[place] < 0:
-            places[place] = out[count] = value
+        slot = (np.uint64(value) * _SPREAD) >> (_WORD - bits)
+        while places[slot] >= 0 and places[slot] != value:
+            slot = (slot + _ONE) & last
+        if places[slot] < 0:
+            places[slot] = out[count] = value
             count += 1
     return count

@@ -42,14 +42,14 @@ class _Arrays(NamedTuple):
 
 @inlined
 def _arrays(tree):
-    at = tree[0]
+    record = tree[0]
     return _Arrays(
-        starts=carray(pointer(at.starts), at.levels, np.uint64),
-        magnitude=carray(pointer(at.magnitude), at.rows, np.float32),
-        weight=carray(pointer(at.weight), at.rows, np.float32),
-        sums=carray(pointer(at.sums), at.nodes, np.float64),
-        before=carray(pointer(at.before), at.nodes, np.float64),
-        minima=carray(pointer(at.minima), at.nodes, np.float64),
+        starts=carray(pointer(record.starts), record.levels, np.uint64),
+        magnitude=carray(pointer(record.magnitude), record.rows, np.float32),
+        weight=carray(pointer(record.weight), record.rows, np.float32),
+        sums=carray(pointer(record.sums), record.nodes, np.float64),
+        before=carray(pointer(record.before), record.nodes, np.float64),
+        minima=carray(pointer(record.minima), record.nodes, np.float64),
     )
 
 
@@ -118,17 +118,17 @@ def update(tree, index, size, rows, alpha, eps):
     float32."""
     if not acceptable(index, size, rows):
         return REFUSED
-    at, (starts, magnitude, weight, sums, before, minima) = tree[0], _arrays(tree)
+    record, (starts, magnitude, weight, sums, before, minima) = tree[0], _arrays(tree)
     # where the second level begins, in bytes
     second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])
     for j in range(index.shape[0]):
         # in a separate loop, so that the cache misses of all rows overlap
         if index[j] >= 0:
-            for rows_at in (at.magnitude, at.weight):
+            for rows_at in (record.magnitude, record.weight):
                 touch(rows_at + 4 * index[j])
-            for nodes in (at.sums, at.before, at.minima):
+            for nodes in (record.sums, record.before, record.minima):
                 touch(nodes + 8 * (index[j] // BLOCK))
-            for nodes in (at.sums, at.before):
+            for nodes in (record.sums, record.before):
                 touch(nodes + second + 8 * (index[j] // (BLOCK * GROUP)))
     node = np.empty(index.shape[0], np.uint64)
     largest = np.float32(-1.0)

@@ -100,9 +100,9 @@ class Windows(NamedTuple):
         ``anchors`` has that of each row of a batch. A window without rows that count
         has the magnitude 0.
         """
-        for each in (anchors, td_error, self.mask, self.burn_in_mask):
-            if backend_of(each) == "numba":
-                address_of(each)  # refuses a tensor without memory
+        for tensor in (anchors, td_error, self.mask, self.burn_in_mask):
+            if backend_of(tensor) == "numba":
+                address_of(tensor)  # refuses a tensor without memory
         anchors = anchors.reshape(-1, *anchors.shape[self.mask.ndim :])[
             :: self.length
         ].contiguous()
@@ -143,8 +143,8 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
         width = dtype.itemsize
         places = [
             number
-            for each in (target, values)
-            for number in (address_of(each), each.stride(0) * width)
+            for tensor in (target, values)
+            for number in (address_of(tensor), tensor.stride(0) * width)
         ]
         return loop("wrappers.cpu", "put_values")(
             *places, width, rows, address_of(mask)

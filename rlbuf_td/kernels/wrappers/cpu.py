@@ -150,7 +150,7 @@ def put_sum(target, rewards, of, cell, count, gamma):
 @kernel
 def n_step(episodes, address, flat, targets, steps, live):
     """Gather n-step transitions."""
-    of, batch, joined = (
+    numbers, batch, joined = (
         numbers_at(episodes),
         batch_at(address),
         carray(pointer(steps), 1, STEPS)[0],
@@ -167,14 +167,14 @@ def n_step(episodes, address, flat, targets, steps, live):
         return False
     for begun in range(count + _AHEAD):
         if begun + _SOON < count:
-            expect(of, first[begun + _SOON])
+            expect(numbers, first[begun + _SOON])
         if begun < count:
             cell = first[begun]
-            length, end[begun] = walk(of, cell, n)
+            length, end[begun] = walk(numbers, cell, n)
             store(taken + 8 * begun, length, np.int64)
             for _ in range(length):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
-                cell = following(of, cell)
+                cell = following(numbers, cell)
         i = begun - _AHEAD
         if i < 0:
             continue
@@ -196,7 +196,7 @@ def n_step(episodes, address, flat, targets, steps, live):
                 continue
             for part in range(0, width, size):
                 rewards = Rewards(rows + offset + part, row_bytes, size == 8)
-                put_sum(target + part, rewards, of, cell, length, gamma)
+                put_sum(target + part, rewards, numbers, cell, length, gamma)
     put_report(batch, first, targets, 0, len(first))
     return True
 
@@ -225,7 +225,7 @@ def relabel(
     the number of live rows; ``are_cells``: whether their numbers are their flat
     indices.
     """
-    of, batch = numbers_at(episodes), batch_at(address)
+    numbers, batch = numbers_at(episodes), batch_at(address)
     window, cell = batch.count // count, carray(pointer(drawn), count, np.int64)
     pick, chosen = (
         carray(pointer(uniform), count, np.float64),
@@ -234,12 +234,12 @@ def relabel(
     extent = batch.extents + 16 * goals[0]
     offset, width = load(extent, np.int64), load(extent + 8, np.int64)
     for i in range(count):
-        expect(of, cell[i])
+        expect(numbers, cell[i])
     for i in range(count):
-        chosen[i] = choose(of, law, live, cell[i], pick[i])
+        chosen[i] = choose(numbers, law, live, cell[i], pick[i])
         if chosen[i] >= 0:
             if not are_cells and pick[i] >= law.thresholds[2]:
-                chosen[i] = cell_of(of, chosen[i])
+                chosen[i] = cell_of(numbers, chosen[i])
             prefetch(batch.rows + chosen[i] * batch.row_bytes + offset)
     for i in range(count):
         for j in range(i * window, (i + 1) * window):
@@ -286,10 +286,10 @@ def replace_short(
     for ``order`` only counts; a call with other anchors must do so before one that
     replaces.
     """
-    of, short = numbers_at(episodes), 0
+    numbers, short = numbers_at(episodes), 0
     anchor = carray(pointer(anchors), count, np.int64)
     for i in range(count):
-        if order and not _fits(of, length, burn_in, across, anchor[i]):
+        if order and not _fits(numbers, length, burn_in, across, anchor[i]):
             other = load(order + 8 * i, np.int64)
             anchor[i] = load(others + 8 * other, np.int64)
             if weight:
@@ -300,7 +300,7 @@ def replace_short(
                 )
         if anchor[i] < 0 or anchor[i] >= live:
             return -1
-        short += not _fits(of, length, burn_in, across, anchor[i])
+        short += not _fits(numbers, length, burn_in, across, anchor[i])
     return short
 
 
@@ -327,7 +327,7 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     the weight of the anchor.
     """
     windows = _windows_at(windows)
-    of, length, burn_in, count = (
+    numbers, length, burn_in, count = (
         numbers_at(episodes),
         windows.length,
         windows.burn_in,
@@ -344,14 +344,14 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     index = load(targets + 8 * windows.anchor_index, np.int64)
     weight = load(targets + 8 * windows.priority_weight, np.int64)
     for i in range(min(_SOON, count)):
-        expect(of, anchor[i])
+        expect(numbers, anchor[i])
     for i in range(count):
         if i + _SOON < count:
-            expect(of, anchor[i + _SOON])
-        t, lane = split(anchor[i], of.lanes)
+            expect(numbers, anchor[i + _SOON])
+        t, lane = split(anchor[i], numbers.lanes)
         back, ahead = (
-            _back(of, windows.across, lane, t),
-            _ahead(of, windows.across, lane, t),
+            _back(numbers, windows.across, lane, t),
+            _ahead(numbers, windows.across, lane, t),
         )
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
         first, past = (
@@ -360,24 +360,24 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
         )
         bounds[i, 0], bounds[i, 1] = first, past
         for j in range(window):
-            at = i * window + j
+            row = i * window + j
             cell = (
                 t - shift - burn_in + min(max(j, first), past)
-            ) % of.steps * of.lanes + lane
-            store(flat + 8 * at, cell, np.int64)
-            store(mask + at, first <= j <= past, np.bool_)
-            store(burn_in_mask + at, j < burn_in, np.bool_)
+            ) % numbers.steps * numbers.lanes + lane
+            store(flat + 8 * row, cell, np.int64)
+            store(mask + row, first <= j <= past, np.bool_)
+            store(burn_in_mask + row, j < burn_in, np.bool_)
             if windows.weight:
                 store(
-                    weight + 4 * at,
+                    weight + 4 * row,
                     load(windows.weight + 4 * i, np.float32),
                     np.float32,
                 )
             if lanes:
-                store(index + 16 * at, t, np.int64)
-                store(index + 16 * at + 8, lane, np.int64)
+                store(index + 16 * row, t, np.int64)
+                store(index + 16 * row + 8, lane, np.int64)
             else:
-                store(index + 8 * at, anchor[i], np.int64)
+                store(index + 8 * row, anchor[i], np.int64)
     return True
 
 
@@ -404,30 +404,30 @@ def mark_ends(episodes, windows, flat, targets):
         if width:
             target = load(targets + 8 * flags[flag, 0], np.int64)
             for i in range(windows.count):
-                for place in (
+                for bound in (
                     (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1])
                 ):
                     for feature in range(width):
                         store(
-                            target + (i * window + place) * width + feature,
+                            target + (i * window + bound) * width + feature,
                             True,
                             np.bool_,
                         )
 
 
 @kernel
-def _mark_first_steps(of, windows, flat, target, width):
+def _mark_first_steps(numbers, windows, flat, target, width):
     window = windows.burn_in + windows.length
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
-    for at in range(windows.count * window):
-        t, lane = split(load(flat + 8 * at, np.int64), of.lanes)
+    for row in range(windows.count * window):
+        t, lane = split(load(flat + 8 * row, np.int64), numbers.lanes)
         begins = (
-            steps_back(of, lane, t) == 0
-            and bounds[at // window, 0] <= at % window <= bounds[at // window, 1]
+            steps_back(numbers, lane, t) == 0
+            and bounds[row // window, 0] <= row % window <= bounds[row // window, 1]
         )
         if begins or windows.adds_init:
             for feature in range(width):
-                store(target + at * width + feature, begins, np.bool_)
+                store(target + row * width + feature, begins, np.bool_)
 
 
 @kernel
@@ -435,9 +435,9 @@ def put_values(target, to_next, values, value_to_next, width, count, mask):
     """Implement :func:`rlbuf_td.kernels.wrappers.put_values_`, given addresses and the
     bytes from number to number."""
     for i in range(count):
-        at = values + i * value_to_next
+        value = values + i * value_to_next
         if load(mask + i, np.bool_) and np.isnan(
-            load(at, np.float64) if width == 8 else load(at, np.float32)
+            load(value, np.float64) if width == 8 else load(value, np.float32)
         ):
             return i
     for i in range(count):
