@@ -108,7 +108,7 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Listener
+from rlbuf_td.storages.listeners import Listener, Stage
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
@@ -119,8 +119,7 @@ from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, wa
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.tensordict_fast import plain_entries
 from rlbuf_td.storages.write_plan import CompiledWrites
-from rlbuf_td.storages.write_plan import Record as WriteRecord
-from rlbuf_td.storages.writes import refuse_shape, stacked
+from rlbuf_td.storages.writes import Record, Write, refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -1288,7 +1287,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             stats.record(steps, None if lanes is None else index[:, 1])
         return index
 
-    def _record_for(self, data: TensorDictBase, how: str) -> WriteRecord | None:
+    def _record_for(self, data: TensorDictBase, how: str) -> Record | None:
         """Return how compiled writes count the data in statistics; None if its columns
         must be converted first."""
         parts, stats = self.parts, self.episode_stats
@@ -1328,7 +1327,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         how: str,
         update_priority: bool,
         lanes: object,
-        record: WriteRecord | None = None,
+        record: Record | None = None,
     ) -> Any:
         """Check and transform the data, let the writer write it, and tell the sampler.
 
@@ -1387,13 +1386,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                     parts.prioritized.reduction,
                 )
             if is_direct:
-                index = writer.write(
+                write = Write(
                     data,
-                    single=how == "add",
+                    is_single=how == "add",
                     lanes=lanes,
                     lanes_first=time_dim == 1,
                     record=record,
                 )
+                index = writer.write(write)
             else:
                 index = (
                     getattr(writer, how)(data)
@@ -1464,11 +1464,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             refuse_errors(td_error)
         return td_error
 
-    def _stage_of_writes(self) -> tuple[Any, Any] | bool:
+    def _stage_of_writes(self) -> Stage:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""
         parts = self.parts
         if parts is None:
-            return True
+            return Stage()
         bind = (
             None
             if parts.prioritized is None
@@ -1477,8 +1477,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         loop = None if bind is None else bind()
         if parts.prioritized is not None and loop is not None:
             parts.prioritized.priorities.move_to(parts.storage)
-            return parts.prioritized.priorities, loop
-        return has_own(parts.sampler, "mark_update", Sampler.mark_update)
+            return Stage(True, parts.prioritized.priorities, loop)
+        return Stage(has_own(parts.sampler, "mark_update", Sampler.mark_update))
 
     def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
         """Add trajectory ids of 0 to data without ids if the rows have an entry for

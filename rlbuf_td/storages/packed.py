@@ -34,7 +34,6 @@ from rlbuf_td.kernels.serials import (
     REVISION,
     ROWS_WRITTEN,
     UNCOUNTED,
-    WRITTEN,
 )
 from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
@@ -85,14 +84,14 @@ from rlbuf_td.storages.schema import (
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, take_other_rows
 from rlbuf_td.storages.write_plan import (
     CompiledWrites,
-    Record,
     TorchWrites,
     WritePlan,
     refuse_lanes,
     unwritable,
 )
 from rlbuf_td.storages.writes import (
-    Beginning,
+    TakenLane,
+    Write,
     as_index,
     as_lanes,
     as_steps,
@@ -761,139 +760,72 @@ class PackedStorage(LazyTensorStorage):
             raise IndexError(f"step {step} of lane {lane} {what}; {_DRAWN}")
 
     @untraced("writes change numbers that no graph knows, and call compiled loops")
-    def advance(
-        self,
-        data: object,
-        *,
-        single: bool = False,
-        lanes: Any = None,
-        lanes_first: bool = False,
-        begins_anew: bool = False,
-        tells: bool = True,
-        record: Record | None = None,
-    ) -> Any:
+    def advance(self, write: Write) -> Any:
         """Write rows after the newest ones, which replace the oldest; return their
         index, ``[n]`` or ``[n * E, ndim]``.
 
-        If there are more rows than slots, the last ones are stored.
-
-        Args:
-            data: time steps ``[n, *lanes]``; or rows ``[n]`` of single ``lanes``.
-            single: whether ``data`` is one time step ``[*lanes]``.
-            lanes: the lane of each row, ``[n]`` integers, those of a lane in time
-                order; or one lane for all rows.
-            lanes_first: whether ``data`` is ``[E, n]``.
-            begins_anew: remove the rows so far.
-            tells: whether the buffers of the storage are told of the rows.
-            record: see ``WritePlan.write``.
+        If there are more rows than slots, the last ones are stored. If the process dies,
+        or the thread is interrupted, the rows are written or missing as a whole; the
+        rows that they were about to replace may be gone.
 
         Raises:
-            SchemaError: ``data`` does not match the rows; nothing has been written.
+            SchemaError: the data does not match the rows; nothing has been written.
             ValueError: ``ndim`` is not 2, the number of lanes is not known yet, shapes
                 do not fit, or there is no row.
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
-        ndim = self.ndim
-        if type(data) is not TensorDict:
-            data = self.as_rows(data, 1 if lanes is not None else ndim - single)
+        lanes, lanes_first = write.lanes, write.lanes_first
+        if type(write.data) is not TensorDict:
+            data = self.as_rows(write.data, self._lead_dims(write))
+            write = write._replace(data=data)
         with self.lock:
-            size, lane = data.batch_size, None
-            if len(size) <= lanes_first and not single:
-                refuse_shape(data, 1 if lanes is not None else ndim)
-            count = 1 if single else size[lanes_first]
+            size = write.data.batch_size
+            if len(size) <= lanes_first and not write.is_single:
+                refuse_shape(write.data, self._lead_dims(write))
+            count = 1 if write.is_single else size[lanes_first]
             if not count:
                 raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
             if plan is None or plan.changes != plan.listeners.changes:
-                plan = self._plan_writes(data, single, lanes, lanes_first)
-            own = plan.rows.lanes
+                plan = self._plan_writes(write)
+            lead = plan.rows.lanes
             if lanes is not None:
-                lane, lead = as_lanes(lanes, count), size[:1]
-            elif single:
-                lead = own
+                write = write._replace(lanes=as_lanes(lanes, count))
+                lead = size[:1]
             elif lanes_first:
-                lead = own + size[1:2]
-            else:
-                lead = size[:1] + own
-            if begins_anew or type(lanes) is Beginning:
+                lead += size[1:2]
+            elif not write.is_single:
+                lead = size[:1] + lead
+            if write.begins_anew or type(lanes) is TakenLane:
                 # refuses the data before anything changes
-                plan.rows.layout.collect(data, lead)
-                if begins_anew:
-                    if self.episodes is not None:
-                        self.episodes.catch_up()
-                    self.ring.empty()
-                    plan.rows.forget()
-                elif self.episodes is not None:  # another actor takes the lane over
-                    self.episodes.end(lanes)
-            return plan.write(
-                self,
-                data,
-                lead,
-                count,
-                lane,
-                lanes_first,
-                single,
-                tells,
-                record,
-            )
+                plan.rows.layout.collect(write.data, lead)
+                if write.begins_anew:
+                    self._remove_rows()
+                elif self.episodes is not None:
+                    self.episodes.end(lanes.lane)
+            return plan.write(self, write, lead, count)
 
-    def _plan_writes(
-        self, data: TensorDictBase, single: bool, lanes: object, lanes_first: bool
-    ) -> WritePlan:
-        """Choose how rows are written; allocate them for ``data`` if this is the first
+    def _lead_dims(self, write: Write) -> int:
+        """Return the number of dims of the data that number rows."""
+        return 1 if write.lanes is not None else self.ndim - write.is_single
+
+    def _plan_writes(self, write: Write) -> WritePlan:
+        """Choose how rows are written; allocate them for the data if this is the first
         write."""
-        self._enter()
-        if lanes is not None:
-            self._fix_lanes(data, lanes)
+        self.enter()
+        data = write.data
+        if write.lanes is not None:
+            self._fix_lanes(data, write.lanes)
         else:
-            self._admit(data.transpose(0, 1) if lanes_first else data, single)
+            rows = data.transpose(0, 1) if write.lanes_first else data
+            self._admit(rows, write.is_single)
         with torch.inference_mode(False):
             reason = unwritable(self)
             self.write_plan = plan = (
                 TorchWrites(self, reason) if reason else CompiledWrites(self)
             )
         return plan
-
-    def publish(
-        self,
-        lanes: np.ndarray,
-        counts: np.ndarray,
-        copy: Callable[[], object],
-        tell: Callable[[], object] | None = None,
-    ) -> None:
-        """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones;
-        ``copy`` stores their bytes.
-
-        After the rows have been published, ``tell`` tells listeners of them.
-
-        If the process dies, or the thread is interrupted, the rows are written or
-        missing as a whole; the rows that they were about to replace may be gone. A
-        compiled write does the same.
-        """
-        ring, episodes = self.ring, self.episodes
-        kept = np.minimum(counts, ring.steps)
-        self._enter()
-        if ring.dirty:  # a thread was interrupted while it recovered
-            self.recover()
-        try:
-            if episodes is not None:
-                episodes.prepare(lanes, counts)
-            ring.begin(lanes, counts)
-            copy()
-            if episodes is not None:
-                episodes.note(
-                    lanes, ring.after[WRITTEN][lanes] - kept, kept, counts > kept
-                )
-            ring.publish()
-            ring.numbers[REVISION] += 1
-            if tell is not None:
-                tell()
-            ring.finish()
-        except BaseException:
-            if ring.dirty:
-                self.recover()
-            raise
 
     def recover(self) -> None:
         """Finish or give up a write that did not end, and make what follows from the
@@ -991,7 +923,7 @@ class PackedStorage(LazyTensorStorage):
             data = data.unsqueeze(0) if single else data
             next_steps = (ring.cursor + np.arange(len(steps))) % ring.steps
             if set_cursor and np.array_equal(steps, next_steps):
-                self.advance(data, tells=False)
+                self.advance(Write(data, is_told=False))
                 return
             is_new = steps >= ring.longest
             if not is_new.all():
@@ -1001,7 +933,7 @@ class PackedStorage(LazyTensorStorage):
             if is_new.any():
                 new = np.flatnonzero(is_new)[::-1]
                 last = new[np.unique(steps[new], return_index=True)[1]]
-                self.advance(data[torch.from_numpy(last)], tells=False)
+                self.advance(Write(data[torch.from_numpy(last)], is_told=False))
 
     def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
         """Replace the rows at flat indices of any shape."""
@@ -1028,7 +960,7 @@ class PackedStorage(LazyTensorStorage):
     def _editing(self) -> Iterator[None]:
         """Edit rows in a ``with`` block: what is derived from them is then computed
         again."""
-        self._enter()
+        self.enter()
         try:
             yield
         finally:
@@ -1117,7 +1049,7 @@ class PackedStorage(LazyTensorStorage):
                     f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
                 )
             self.refuse_holes(cells)
-            self._enter()
+            self.enter()
             numbers, leaves = last_of_each(numbers, [*values.values()])
             where, columns = (
                 torch.from_numpy(numbers).to(cells.device),
@@ -1136,7 +1068,7 @@ class PackedStorage(LazyTensorStorage):
         Episodes stay as they are.
         """
         self._refuse_shared(values)
-        self._enter()
+        self.enter()
         rows = self.all_rows()
         columns = rows.unpack(rows.matrix[:count])
         for key, value in values.items():
@@ -1233,7 +1165,7 @@ class PackedStorage(LazyTensorStorage):
             )
         return found
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         """Refuse or warn of the first change of rows that are not shared in a forked
         process."""
         if self.shared or self.process == os.getpid():
@@ -1542,13 +1474,16 @@ class PackedStorage(LazyTensorStorage):
 
     def remove_rows(self) -> None:
         """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
+        self._remove_rows()
+        self.row_class = None
+        self._ring.numbers[REVISION] += 1
+
+    def _remove_rows(self) -> None:
         if self.episodes is not None:
             self.episodes.catch_up()
         self.ring.empty()
         if self.rows is not None:
             self.rows.forget()
-        self.row_class = None
-        self._ring.numbers[REVISION] += 1
 
     def tell_replaced(self, *, are_loaded: bool, but: object = None) -> None:
         """Tell all that are attached to this storage that its rows are others now: none,
@@ -1795,7 +1730,7 @@ class PackedStorage(LazyTensorStorage):
     def begin_load(self) -> None:
         """Give up all rows, before others are loaded in their place;
         :meth:`restore_counters` ends this."""
-        self._enter()
+        self.enter()
         self.ring.give_up()
 
     def end_load(self, but: object = None) -> None:

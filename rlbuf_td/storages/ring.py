@@ -251,20 +251,16 @@ class Ring:
         self.numbers[UNCOUNTED] += rows_written - self.rows_written
         self.numbers[ROWS_WRITTEN] = rows_written
 
-    def begin(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
-        """Give up the rows that a write will replace.
-
-        Args:
-            lanes: the lanes to write, each once.
-            count: the number of new rows of each lane; the last T of them are stored.
-        """
+    def begin(self, count: np.ndarray) -> None:
+        """Give up the rows that a write of ``count`` rows of each lane, ``[E]``, will
+        replace; the last T of them are stored."""
         after = self.after
         after[:] = self.head
         written = after[WRITTEN]
         self.before[:] = written
-        written[lanes] += count
+        written += count
         np.maximum(after[TAIL], written - self.steps, out=after[TAIL])
-        self._plan(int((written - self.before).sum()))
+        self._plan(int(count.sum()))
         self._give_up()
 
     def give_up(self) -> None:

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.storages.checks import State, require_packed, saved_number, state_of
 from rlbuf_td.storages.lock import defer_sigint
+from rlbuf_td.storages.writes import Write
 
 if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
@@ -105,7 +106,7 @@ class TimeWriter(PackedWriter, RoundRobinWriter):
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index.
         Errors: see :meth:`extend`."""
-        return self.write(data, single=True)
+        return self.write(Write(data, is_single=True))
 
     def extend(self, data: object) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if
@@ -118,12 +119,12 @@ class TimeWriter(PackedWriter, RoundRobinWriter):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        return self.write(data)
+        return self.write(Write(data))
 
-    def write(self, data: object, **how: Any) -> Any:
+    def write(self, write: Write) -> Any:
         """Write rows after the newest ones; see :meth:`PackedStorage.advance` for
-        ``how``, errors and the index that is returned."""
-        return self._storage.advance(data, **how)
+        errors and the index that is returned."""
+        return self._storage.advance(write)
 
     def append(self, lanes: object, data: TensorDictBase) -> torch.Tensor:
         """Write rows, ``[n]``, each after the newest row of its lane; return their
@@ -131,7 +132,7 @@ class TimeWriter(PackedWriter, RoundRobinWriter):
 
         The arguments and errors are those of :meth:`PackedStorage.advance`.
         """
-        return self.write(data, lanes=lanes)
+        return self.write(Write(data, lanes=lanes))
 
     def write_at(self, index: int | torch.Tensor, data: object) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index

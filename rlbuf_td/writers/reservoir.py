@@ -15,7 +15,7 @@ from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
-from rlbuf_td.storages.writes import stacked
+from rlbuf_td.storages.writes import Write, stacked
 from rlbuf_td.writers.common import PackedWriter, without_index
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class ReservoirWriter(PackedWriter, Recovers):
             index[: choice.filled] = torch.arange(
                 written, written + choice.filled, device="cpu"
             )
-            storage.advance(data[: choice.filled])
+            storage.advance(Write(data[: choice.filled]))
             # if it does not come to this, `_match_storage` will do it
             self.numbers[0] = (written + choice.filled) * lanes
         if choice.kept:
