@@ -1639,13 +1639,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             storage.edit_entries(
                 flat, {key: value[kept] for key, value in values.items()}
             )
-            episodes = storage.episodes
-            if (
-                episodes is not None
-                and {*episodes.flags, episodes.id_key} & values.keys()
-            ):
-                # data derived from these entries is then computed again
-                torchrl_parts.count_change(storage)
         return len(flat)
 
     def set_at_(self, key: NestedKey, value: object, index: object) -> Self:

@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -937,12 +937,10 @@ class PackedStorage(LazyTensorStorage):
 
     def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
         """Replace the rows at flat indices of any shape."""
-        rows = self.all_rows()
-        leaves = rows.layout.collect(data, cells.shape)
+        leaves = self.all_rows().layout.collect(data, cells.shape)
         self._refuse_shared(self.deduplicated)
         self.refuse_holes(cells.reshape(-1))
-        with defer_sigint, self._editing():
-            rows.replace_(cells, leaves)
+        self._put(cells, leaves)
 
     def _refuse_shared(self, keys: Iterable[tuple[str, ...]]) -> None:
         """Raise a SchemaError if one of the keys is deduplicated, because other rows
@@ -956,14 +954,12 @@ class PackedStorage(LazyTensorStorage):
                 f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}"
             )
 
-    @contextmanager
-    def _editing(self) -> Iterator[None]:
-        """Edit rows in a ``with`` block: what is derived from them is then computed
-        again."""
+    def _put(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+        """Replace the rows at flat indices of any shape, except what is deduplicated;
+        what is derived from them is then computed again."""
         self.enter()
-        try:
-            yield
-        finally:
+        with defer_sigint:
+            self.all_rows().replace_(cells, leaves)
             self._bump_mutation_revision()
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -996,11 +992,14 @@ class PackedStorage(LazyTensorStorage):
                 self.refuse_holes(flat)
             holes = None if region is not None else self.ring.holes_among(flat)
             if region is None and rows.dedup is None:
-                with self._editing():
+                self.enter()
+                try:
                     change(rows.view())
                     rows.exported.write_back()
                     if holes is not None:
                         rows.flat[flat[holes]] = 0
+                finally:
+                    self._bump_mutation_revision()
                 return
             data = rows.at_cells(flat).reshape(cells.shape)
             before = {key: data.get(key).clone() for key in self.deduplicated}
@@ -1014,8 +1013,7 @@ class PackedStorage(LazyTensorStorage):
                     flat[~holes],
                     [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves],
                 )
-            with defer_sigint, self._editing():
-                rows.replace_(cells, leaves)
+            self._put(cells, leaves)
 
     def edit_all(self, change: Callable[[TensorDictBase], object]) -> None:
         """Edit all rows in place with torch's in-place operations; an error in any
@@ -1033,47 +1031,38 @@ class PackedStorage(LazyTensorStorage):
             self.edit(change)
 
     def edit_entries(
-        self, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]
+        self,
+        cells: torch.Tensor | slice,
+        values: Mapping[tuple[str, ...], torch.Tensor],
     ) -> None:
-        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices
-        ``cells``.
+        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices, or
+        of a range of them.
 
-        The revision stays the same, so that a trajectory index does not read all rows
-        again.
+        The revision stays the same unless these entries tell where episodes end, so
+        that samplers of windows do not read all rows again.
         """
         self._refuse_shared(values)
         with self.lock:
-            rows, numbers = self.written_rows(), cells.cpu().numpy()
-            if len(numbers) and numbers.max() >= rows.cells:
-                raise IndexError(
-                    f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
-                )
-            self.refuse_holes(cells)
+            rows, leaves = self.written_rows(), [*values.values()]
+            if isinstance(cells, torch.Tensor):
+                numbers = cells.cpu().numpy()
+                if len(numbers) and numbers.max() >= rows.cells:
+                    raise IndexError(
+                        f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
+                    )
+                self.refuse_holes(cells)
+                numbers, leaves = last_of_each(numbers, leaves)
+                cells = torch.from_numpy(numbers).to(cells.device)
             self.enter()
-            numbers, leaves = last_of_each(numbers, [*values.values()])
-            where, columns = (
-                torch.from_numpy(numbers).to(cells.device),
-                rows.unpack(rows.matrix),
-            )
+            columns, episodes = rows.unpack(rows.matrix), self.episodes
             with defer_sigint:
                 for key, leaf in zip(values, leaves, strict=True):
-                    columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
-
-    def set_columns(
-        self, values: Mapping[tuple[str, ...], torch.Tensor], count: int
-    ) -> None:
-        """Set the entries ``values``, ``[count, *lanes, ...]`` each, of the first
-        ``count`` time steps; the caller holds the lock.
-
-        Episodes stay as they are.
-        """
-        self._refuse_shared(values)
-        self.enter()
-        rows = self.all_rows()
-        columns = rows.unpack(rows.matrix[:count])
-        for key, value in values.items():
-            columns.get(key).copy_(value)
-        self._ring.numbers[REVISION] += 1
+                    columns[key].flatten(0, len(rows.lanes))[cells] = leaf
+                if episodes is not None and values.keys() & {
+                    *episodes.flags,
+                    episodes.id_key,
+                }:
+                    self._bump_mutation_revision()
 
     # -- allocating rows
 

@@ -43,6 +43,7 @@ from rlbuf_td.kernels.serials import (
     NOTED,
     PUBLICATION,
     PUBLISHED,
+    REVISION,
     ROWS_WRITTEN,
     TAIL,
     UNCOUNTED,
@@ -238,6 +239,7 @@ class Ring:
         """Note that a writer has stored the estimates of these rows, and on how many of
         them it called its value network."""
         self.numbers[VALUE_ROWS] = value_rows
+        self.numbers[REVISION] += 1
         self.numbers[ESTIMATED] = self.publication  # last
 
     @property

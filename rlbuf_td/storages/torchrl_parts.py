@@ -35,8 +35,6 @@ newest_step_of = attrgetter("_last_cursor_index")
 # a dict; testing whether it is empty is faster than ``len`` of a ModuleList
 modules_of = attrgetter("_modules")
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
-# data derived from the storage is then computed again
-count_change = methodcaller("_bump_mutation_revision")
 # the next write begins with the first row
 restart_writer = methodcaller("_empty", empty_write_count=False)
 # removes the rows of a storage, or what a sampler knows about them

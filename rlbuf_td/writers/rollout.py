@@ -325,8 +325,12 @@ class RolloutWriter(TimeWriter, Completes):
                 mask = self.estimator.mask_of(rows)
                 advantage = self.estimator.normalized(estimates.advantage, mask)
                 estimates = estimates._replace(advantage=advantage)
-            columns = zip(self.added_keys, estimates[:3], strict=True)
-            storage.set_columns({key: x for key, x in columns if x is not None}, steps)
+            columns = {
+                key: column.flatten(0, storage.ndim - 1)
+                for key, column in zip(self.added_keys, estimates[:3], strict=True)
+                if column is not None
+            }
+            storage.edit_entries(slice(0, steps * storage.ring.lanes), columns)
             storage.ring.mark_estimated(estimates.rows_asked)
 
     def __repr__(self) -> str:
