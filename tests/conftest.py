@@ -11,9 +11,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
+# Without a GPU, its kernels run on the CPU where a test asks for them. Triton reads the
+# variable when it is imported, which other libraries do.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import numpy as np
 import pytest
-import torch
 from gymnasium.utils import seeding
 from hypothesis import HealthCheck, Phase, register_random, settings
 

@@ -30,6 +30,7 @@ from rlbuf_td import (
     UniformSampler,
     functional,
 )
+from rlbuf_td.kernels.dispatch import why_not_triton
 from tests import test_composition as composition
 from tests.catalogue import SAMPLERS, SCHEMAS, Schema, assert_same, copied, transitions
 from tests.catalogue import numbered_rows as data
@@ -71,6 +72,16 @@ def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill, monkeypatch
         composition.BUFFERS, "on a GPU", (ReadsFromGPU, on_gpu, RingWriter)
     )
     composition.check(kind, RECIPES[recipe], ndim, fill, "on a GPU")
+
+
+def test_kernels_are_right_and_run():
+    assert why_not_triton(GPU) == ""
+    rb = ReplayBuffer(
+        storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32
+    )
+    rb.extend(data(60).to(GPU))
+    rb.sample()
+    assert rb.compiled == "add, extend, sample, update_tensordict_priority"
 
 
 @contextmanager

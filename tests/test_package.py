@@ -190,7 +190,7 @@ def test_everything_that_the_package_imports_is_declared():
         name.partition(".")[0].replace("PIL", "pillow") for name in names
     } - sys.stdlib_module_names
     assert len(imported) > 10
-    assert imported <= declared
+    assert imported <= declared | {"triton"}  # torch depends on it where it has a wheel
 
 
 def test_no_module_imports_what_imports_it() -> None:

@@ -13,11 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
-from torch.distributions import Categorical
-from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
-from torchrl.objectives import ClipPPOLoss
 
 from rlbuf_td import storages
 from rlbuf_td.__main__ import COMMANDS, parser
@@ -32,36 +27,22 @@ CONTRIBUTING = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def script() -> dict[str, Any]:
-    """Return what the README expects of a TorchRL script: environments, networks, a
-    loss and an optimizer."""
-    env = SerialEnv(4, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
-    env = TransformedEnv(env, InitTracker())
-    logits = TensorDictModule(MLP(4, 2, num_cells=[64]), ["observation"], ["logits"])
-    actor = ProbabilisticActor(
-        logits, ["logits"], distribution_class=Categorical, return_log_prob=True
-    )
-    critic = ValueOperator(MLP(4, 1, num_cells=[64]), ["observation"])
-    loss_module = ClipPPOLoss(actor, critic)
-    optimizer = torch.optim.Adam(loss_module.parameters())
-    return {
-        "env": env,
-        "actor": actor,
-        "critic": critic,
-        "loss_module": loss_module,
-        "optimizer": optimizer,
-    }
+STEPS = "range(2_000)"
 
 
 @pytest.mark.parametrize(
     "block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))]
 )
-def test_its_python_runs(block, capsys):
-    exec(
-        compile(block, "README.md", "exec"), script() if "loss_module" in block else {}
-    )
-    if "print(rb)" in block:
-        assert "1,000 of 100,000 rows" in capsys.readouterr().out
+def test_its_python_runs(block):
+    exec(compile(block.replace(STEPS, "range(110)"), "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+def test_its_agent_learns(capsys):
+    (block,) = (block for block in BLOCKS if STEPS in block)
+    torch.manual_seed(0)
+    exec(compile(block, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 150
 
 
 def commands() -> list[list[str]]:

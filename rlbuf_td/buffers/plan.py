@@ -122,7 +122,20 @@ class GeneralPlan(Plan):
 
 
 class TorchPlan(Plan):
-    """Draws, gathers and revises with the methods of sampler and storage."""
+    """Draws, gathers and revises with the methods of sampler and storage, which launch
+    kernels for rows on a GPU.
+
+    There, a sampler can have a method ``draw_stamped``, a form of ``draw`` whose report
+    also has the stamps of the rows, if they are known.
+    """
+
+    def __init__(self, storage: PackedStorage, sampler: Sampler, reason: str) -> None:
+        super().__init__(storage, sampler, reason)
+        is_launched = self.wrapper is None and is_on_gpu(storage)
+        self.draw_stamped = (
+            compiled_form(sampler, "draw_stamped") if is_launched else None
+        )
+        self.keeps_rows = not _draws_itself(self.innermost)
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
@@ -137,11 +150,15 @@ class TorchPlan(Plan):
             if self.is_stamped:
                 info[SAMPLED_AT] = ring.serial(flat, written)
         else:
-            flat, info = draw_from(sampler, storage, size)
+            if self.draw_stamped is None:
+                flat, info = draw_from(sampler, storage, size)
+            else:
+                flat, info = self.draw_stamped(storage, size)
             batch = storage.gather(flat)
-            if self.is_stamped:
+            if self.is_stamped and SAMPLED_AT not in info:
                 info[SAMPLED_AT] = ring.serial(flat)
-        flat = flat.clone()  # a user's sampler may keep its tensor
+        if self.keeps_rows:
+            flat = flat.clone()  # a user's sampler may keep its tensor
         info["index"] = coordinates(flat, storage)  # pyrefly: ignore [unsupported-operation]
         merge_(batch, info)
         return batch, info
@@ -286,6 +303,8 @@ def plan_of(
 ) -> CompiledPlan | TorchPlan:
     """Return the plan of a storage and a sampler, with memory for batches of ``size``
     rows."""
+    if is_on_gpu(storage):
+        return TorchPlan(storage, sampler, why_not_launched(sampler, storage, "works"))
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
         return TorchPlan(storage, sampler, reason)
@@ -298,6 +317,28 @@ def plan_of(
         if isinstance(reading, str):
             return TorchPlan(storage, sampler, reading)
         return CompiledPlan(storage, sampler, reading, count)
+
+
+def _draws_itself(sampler: Sampler) -> bool:
+    """Whether the sampler's ``draw`` is a method of this package, not of a user."""
+    draw = getattr(sampler, "draw", None)
+    return (
+        getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    )
+
+
+def is_on_gpu(storage: PackedStorage) -> bool:
+    """Whether kernels on a GPU read the rows of a storage."""
+    return storage.rows is not None and storage.rows.is_launched
+
+
+def why_not_launched(sampler: object, storage: PackedStorage, what: str) -> str:
+    """Say in one line why there are no kernels on a GPU for the work of a sampler; ""
+    if there are."""
+    launches = getattr(sampler, "launches", None)
+    if launches is not None and launches(storage):
+        return ""
+    return f"a {type(sampler).__name__} {what} with torch on {storage.device}"
 
 
 def _why_not_gathered(storage: PackedStorage) -> str:

@@ -52,7 +52,15 @@ from rlbuf_td.buffers.parts import (
     with_missing,
 )
 from rlbuf_td.buffers.permission import NotAdmitted, Permission
-from rlbuf_td.buffers.plan import Drawn, GeneralPlan, Plan, plan_of, why_not_compiled
+from rlbuf_td.buffers.plan import (
+    Drawn,
+    GeneralPlan,
+    Plan,
+    is_on_gpu,
+    plan_of,
+    why_not_compiled,
+    why_not_launched,
+)
 from rlbuf_td.buffers.step_writer import StepWriter
 from rlbuf_td.buffers.waiting import Cancels
 from rlbuf_td.checkpoint.buffer import (
@@ -905,8 +913,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._batch_size or 0, next(iter(self.plans.values()), None)
         )
         calls = {"sample": "no call yet" if plan is None else plan.reason}
-        if self.parts.prioritized is not None:
-            calls["update_tensordict_priority"] = why_not_compiled(self._storage)
+        prioritized, storage = self.parts.prioritized, self._storage
+        if prioritized is not None:
+            calls["update_tensordict_priority"] = (
+                why_not_launched(prioritized, storage, "updates priorities")
+                if is_on_gpu(storage)
+                else why_not_compiled(storage)
+            )
         plan = self._storage.write_plan
         write = "no call yet" if plan is None else plan.reason
         if not isinstance(self._writer, TimeWriter):
@@ -1744,6 +1757,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         with self._locked():
             super().mark_update(index)
 
+    def _mark_run(self, index: object, first: int, count: int) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
+        prioritized = None if self.parts is None else self.parts.prioritized
+        enter = None if prioritized is None else compiled_form(prioritized, "mark_run")
+        if enter is None:
+            return self.mark_update(index)
+        with self._locked():
+            return enter(index, self.parts.storage, first, count)
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Remove all rows and priorities, and keep the schema; flow control starts
         again.
@@ -2113,8 +2135,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         Args:
             shared: ``False`` does nothing, because sharing cannot be undone.
 
-        Cost: about 5 us more per write, sample or update. If a process dies while it
-        holds the lock, the next call takes O(N) for N rows.
+        Cost: each write, sample or update takes a file lock, too. If a process dies
+        while it holds the lock, the next call takes O(N) for N rows.
 
         Raises:
             ValueError: the rows are on a CUDA device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial as partial_of
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import shown_kind, whole
 from rlbuf_td.storages.indexing import Info
-from rlbuf_td.writers.estimator import Estimator
+from rlbuf_td.writers.estimator import Coefficient, Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class RolloutBuffer(ReplayBuffer):
         batch_size: the number of rows per minibatch; with ``sequence_length``, a
             multiple of it.
         epochs: the number of passes over the rollout in one iteration, default 1.
-        gamma: discount factor, in [0, 1], default 0.99.
-        lmbda: the lambda of GAE, in [0, 1], default 0.95.
+        gamma: discount factor, in [0, 1], default 0.99; or a list of one for each
+            component of the rewards, see :class:`RolloutWriter`.
+        lmbda: the lambda of GAE, in [0, 1], default 0.95; or a list.
         estimator: a function ``estimator(data)`` of your own that returns
             ``(advantage, value_target)``, instead of GAE with ``gamma`` and ``lmbda``:
             V-trace, n-step returns, one of TorchRL's. See :class:`RolloutWriter`.
@@ -82,6 +83,8 @@ class RolloutBuffer(ReplayBuffer):
             at all (``None``). Value targets and :meth:`summary` use unscaled advantages
             (with ``"rollout"``, ``value_target - state_value``). TorchRL's losses can
             also scale advantages; scale only once.
+        normalize_advantage_exclude_dims: ``(-1,)`` scales each component of the
+            advantages by itself, see :class:`RolloutWriter`; default: all together.
         partial: allow reading an incomplete rollout; advantages are computed as if the
             newest step were the last.
         sequence_length: L, the length of chunks, from 1 to ``num_steps``; ``None``:
@@ -144,12 +147,13 @@ class RolloutBuffer(ReplayBuffer):
         *,
         batch_size: int | None = None,
         epochs: int | None = None,
-        gamma: float | None = None,
-        lmbda: float | None = None,
+        gamma: Coefficient | None = None,
+        lmbda: Coefficient | None = None,
         estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
         group: NestedKey | None = None,
         normalize_advantage: Literal["rollout", "minibatch"] | None = None,
+        normalize_advantage_exclude_dims: Sequence[int] = (),
         partial: bool = False,
         sequence_length: int | None = None,
         shuffle: bool | None = None,
@@ -182,6 +186,8 @@ class RolloutBuffer(ReplayBuffer):
             "value_network": value_network,
             "group": group,
             "partial": partial or None,
+            "normalize_advantage_exclude_dims": normalize_advantage_exclude_dims
+            or None,
         }
         made: RolloutWriter = _part(
             "writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import rlbuf_td
-from rlbuf_td.kernels.dispatch import OFF
+from rlbuf_td.kernels.dispatch import OFF, why_not_triton
 from rlbuf_td.kernels.draws import append_distinct_
 from rlbuf_td.storages.memory_budget import room_for, show_bytes
 
@@ -47,7 +47,9 @@ def facts() -> Iterator[tuple[str, str]]:
         f"{os.cpu_count()}, {usable} usable; torch uses {torch.get_num_threads()} threads",
     )
     yield "memory", room_for(torch.device("cpu")).words()
-    yield "GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    has_gpu = torch.cuda.is_available()
+    yield "GPU", torch.cuda.get_device_name() if has_gpu else "none"
+    yield "GPU kernels", _gpu_kernels() if has_gpu else "none, without a GPU"
     yield (
         "compiled loops",
         f"off ({OFF}): the reference in torch runs" if OFF else _compiled_loops(),
@@ -80,6 +82,13 @@ def _compiled_loops() -> str:
     except Exception as error:  # noqa: BLE001  whatever is wrong belongs into the report
         return f"do not run: {type(error).__name__}: {error}"
     return "in use" if works else "give wrong results"
+
+
+def _gpu_kernels() -> str:
+    """Check the kernels, and say whether they work."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = why_not_triton(device)
+    return f"off ({reason}): the reference in torch runs" if reason else "in use"
 
 
 def _cache_folder() -> str:

@@ -4,7 +4,7 @@
 :class:`ShardedReplayBuffer` starts the shards; each learner and each collector holds a
 :class:`Client`. Use shards if the rows do not fit into one machine, or if collectors
 run on several machines. On one machine, a single :class:`~rlbuf_td.ReplayBuffer` in
-shared memory is much faster: a batch takes about 0.2 ms.
+shared memory is much faster.
 
 **How it works.** A shard is a ReplayBuffer in its own process (a Ray actor). With each
 answer, a shard reports its *mass*: the sum of ``p^alpha`` over the priorities ``p`` of
@@ -29,8 +29,8 @@ shard.
   ``RAY_max_direct_call_object_size=1000000``.
   ``python -m tests.benchmarks.sharded --fit`` measures these times; without ``--fit``,
   it compares this buffer with TorchRL's ``RayReplayBuffer``.
-- **Writes.** Each write costs about 1 ms in Ray, so let collectors write several
-  hundred rows at a time.
+- **Writes.** Each write is a request to Ray, so let collectors write several hundred
+  rows at a time.
 - **Network.** A batch transfers its packed rows and 16 bytes per row. To sample 1,000
   batches of 256 rows (168 bytes each) per second takes 47 MB/s.
 

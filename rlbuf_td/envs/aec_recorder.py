@@ -63,8 +63,7 @@ class AECRecorder:
         SchemaError: the agents of one buffer differ in their spaces, or the transitions
             do not fit the rows or lanes.
 
-    Cost: about 0.2 ms per turn, without the time of the environment; it calls
-    ``env.last()`` once.
+    Cost: one call of ``env.last()`` and one write of a step per turn.
 
     TorchRL has no recorder; its ``PettingZooEnv`` gives a row to every turn, with a
     mask of the agent that acts.

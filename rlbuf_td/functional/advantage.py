@@ -48,7 +48,7 @@ def generalized_advantage_estimate(
     Raises:
         ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
-    Cost: one pass over the data; about 25 µs plus 1 ns per element on a CPU.
+    Cost: one pass over the data.
     Source: Schulman et al., 2016, equation 16: "High-dimensional continuous control
     using generalized advantage estimation". Unlike in TorchRL's
     ``generalized_advantage_estimate``, results have no gradient, and gamma is not

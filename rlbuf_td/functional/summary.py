@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -48,7 +49,12 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
     return torch.where(variance == 0, torch.nan, 1 - unexplained / variance)
 
 
-def normalize(x: Tensor, eps: float = 1e-6, mask: Tensor | None = None) -> Tensor:
+def normalize(
+    x: Tensor,
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+    exclude_dims: Sequence[int] = (),
+) -> Tensor:
     r"""Shift ``x`` to mean 0 and scale it to standard deviation 1:
     :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
 
@@ -58,14 +64,17 @@ def normalize(x: Tensor, eps: float = 1e-6, mask: Tensor | None = None) -> Tenso
         mask: which values count for the mean and the standard deviation, bool, with the
             first dims of ``x``; ``None``: all values. Values that do not count are
             shifted and scaled, too.
+        exclude_dims: dims along which each index has a mean and a standard deviation of
+            its own, for example -1 for the components of a reward; default: none.
 
     Returns:
         A new, detached tensor of the same shape and dtype. bfloat16 and float16 are
         computed in float32.
 
     Raises:
-        ValueError: ``x`` is empty, ``eps`` is not positive, or the mask is not bool
-            with the first dims of ``x``.
+        ValueError: ``x`` is empty, ``eps`` is not positive, the mask is not bool with
+            the first dims of ``x``, or no dim is left.
+        IndexError: ``x`` has no such dim.
 
     If no value counts, the result is NaN.
 
@@ -84,23 +93,30 @@ def normalize(x: Tensor, eps: float = 1e-6, mask: Tensor | None = None) -> Tenso
     if not eps > 0:
         raise ValueError(f"normalize: eps must be positive, got {eps}.")
     wide = _wide(x)
+    excluded = {range(x.ndim)[dim] for dim in exclude_dims}
+    dims = [dim for dim in range(x.ndim) if dim not in excluded]
+    if excluded and not dims:
+        raise ValueError(
+            f"normalize: exclude_dims={[*exclude_dims]} leaves none of the {x.ndim} dims."
+        )
     if mask is None:
-        std, mean = torch.std_mean(wide, correction=0)
+        std, mean = torch.std_mean(wide, dims, correction=0, keepdim=True)
     else:
-        std, mean = _masked_std_mean(wide, mask)
+        std, mean = _masked_std_mean(wide, mask, dims)
     return ((wide - mean) / std.clamp_min(eps)).to(x.dtype)
 
 
-def _masked_std_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _masked_std_mean(x: Tensor, mask: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         expected = f"bool with the first dims of {tuple(x.shape)}"
         raise ValueError(
             f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}."
         )
     counts = cast("Tensor", expand_as_right(mask, x))
-    number = counts.sum()
-    mean = torch.where(counts, x, 0).sum() / number
-    variance = torch.where(counts, (x - mean).square(), 0).sum() / number
+    number = counts.sum(dims, keepdim=True)
+    mean = torch.where(counts, x, 0).sum(dims, keepdim=True) / number
+    squares = torch.where(counts, (x - mean).square(), 0)
+    variance = squares.sum(dims, keepdim=True) / number
     return variance.sqrt(), mean
 
 

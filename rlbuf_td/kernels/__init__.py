@@ -1,8 +1,8 @@
 """Performance-critical operations on plain tensors.
 
 Most operations have a reference implementation in PyTorch, which runs on any device and
-defines the correct results. On the CPU, loops compiled by numba replace the reference.
-Tests compare both implementations.
+defines the correct results. On the CPU, loops compiled by numba replace the reference,
+and on a GPU, for some operations, Triton kernels. Tests compare the implementations.
 :mod:`~rlbuf_td.kernels.dispatch` selects the implementation.
 
 ``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``draws/``

@@ -1,12 +1,14 @@
 """Selects the backend of each operation.
 
 - ``"numba"``: compiled loops, for memory on the CPU.
-- ``"torch"``: the reference implementation, for all other memory, under
-  ``torch.compile``, and without numba, which does not know the newest Python for some
-  months.
+- ``"triton"``: kernels for memory on a GPU, where Triton, which torch brings along on
+  Linux, can compile them, and a self-check has found their results right.
+- ``"torch"``: the reference implementation, for all other memory, for operations that
+  have no kernel, under ``torch.compile``, and without numba, which does not know the
+  newest Python for some months.
 
-Importing numba takes a second, so compiled modules are imported only when they are
-needed.
+Importing numba takes a second, and so does Triton, so compiled modules are imported
+only when they are needed.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.host_memory import in_dispatch_mode
+
 if TYPE_CHECKING:
     from numba.core.dispatcher import Dispatcher
 
-Backend: TypeAlias = Literal["numba", "torch"]
+Backend: TypeAlias = Literal["numba", "triton", "torch"]
 Method = TypeVar("Method", bound=Callable[..., object])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -59,7 +63,8 @@ if not OFF and find_spec("numba") is None:
         stacklevel=2,
     )
 #: For every device; tests set it.
-_forced: Backend | None = "torch" if OFF else None
+_forced: Backend | None = None
+_ON_CPU: Backend = "torch" if OFF else "numba"
 is_compiling = torch.compiler.is_compiling
 
 
@@ -68,13 +73,46 @@ def backend_of(memory: Tensor) -> Backend:
         return _forced
     if is_compiling():
         return "torch"
-    return "numba" if memory.is_cpu else "torch"
+    if memory.is_cpu:
+        return _ON_CPU
+    return "triton" if uses_triton(memory.device) else "torch"
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether kernels run on memory on ``device``, see :func:`backend_of`."""
+    if _forced is not None:
+        return _forced == "triton"
+    if device.type != "cuda" or is_compiling() or in_dispatch_mode():
+        return False
+    return not why_not_triton(device)
+
+
+@cache
+def why_not_triton(device: torch.device) -> str:
+    """Say in one line why Triton's kernels do not run on a GPU; "" if they do.
+
+    The first call for a device checks each kernel, and warns if one is wrong.
+    """
+    if find_spec("triton") is None:
+        reason = "Triton is not installed"
+    else:
+        self_check = importlib.import_module(f"{__package__}.self_check")
+        reason = self_check.fault_on(device)
+    if reason:
+        warnings.warn(
+            f"{reason}: rlbuf_td runs the same operations in torch on {device}, several times slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason
 
 
 def uses_numba(device: torch.device) -> bool:
     """Whether compiled loops will work on an object that is made now for memory on
     ``device``."""
-    return device.type == "cpu" if _forced is None else _forced == "numba"
+    if _forced is not None:
+        return _forced == "numba"
+    return device.type == "cpu" and not OFF
 
 
 def untraced(
@@ -110,13 +148,14 @@ def untraced(
 
 
 def import_kernels() -> None:
-    """Import all kernels now. A child that is forked while a thread imports one could
+    """Import all loops now. A child that is forked while a thread imports one could
     never import it."""
-    if _forced == "torch":
+    if OFF or _forced == "torch":
         return
     room = str(Path(__file__).parent)
     for module in pkgutil.walk_packages([room], f"{__package__}."):
-        importlib.import_module(module.name)
+        if not module.name.endswith((".triton", ".self_check")):
+            importlib.import_module(module.name)
 
 
 def compiled_form_of(*methods: str) -> Callable[[Method], Method]:

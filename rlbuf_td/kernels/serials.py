@@ -1,5 +1,9 @@
 """What compiled loops read and change of a :class:`~rlbuf_td.storages.ring.Ring`: its
-block of int64 numbers."""
+block of int64 numbers; and what kernels on a GPU are told of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 #: Rows of ``Ring.head``, ``[4, E]``: the oldest live serial; the number of rows ever
 #: written; and two rows from `FOLLOWING` on, what the next row of each lane continues,
@@ -31,6 +35,15 @@ AFTER, BEFORE, NOTED = 4, 8, 9
 #: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are
 #: live, but who is told of them may not know.
 IDLE, WRITING, PUBLISHED = range(3)
+
+
+class Serials(NamedTuple):
+    """The serials of the live rows of a ring in time order, the same in all lanes."""
+
+    tail: int
+    written: int
+    steps: int  # slots of a lane
+    lanes: int
 
 
 def block_size(lanes: int) -> int:

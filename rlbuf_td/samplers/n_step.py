@@ -15,7 +15,9 @@ from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, loop, record_of
-from rlbuf_td.kernels.wrappers import n_step_sums
+from rlbuf_td.kernels.serials import Serials
+from rlbuf_td.kernels.wrappers import launch_sums, n_step_sums
+from rlbuf_td.kernels.wrappers.rewards import Rewards
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import (
@@ -150,7 +152,10 @@ class NStepSampler(SamplerWrapper):
     ) -> TensorDictBase:
         n, rows = self.n_steps, storage.all_rows()
         kind, of_agents = self._reward_of(storage), self._flags_of_agents(storage)
-        episodes, step = self.episodes_of(storage), torch.arange(n, device=flat.device)
+        episodes, serials = self.episodes_of(storage), storage.ring.for_kernels()
+        if serials is not None and self._is_summed_by_kernel(storage):
+            return self._launch(flat, storage, episodes.numbers, serials)
+        step = torch.arange(n, device=flat.device)
         first = torch.arange(len(flat), device=flat.device)
         last = episodes.spans(flat).ahead.clamp(max=n - 1)
         # then the last row, repeated
@@ -194,6 +199,39 @@ class NStepSampler(SamplerWrapper):
         leaf_of(batch, self.reward_key).copy_(total)
         shape = (*last.shape, *[1] * (total.ndim - last.ndim))
         set_entries_(batch, {"steps_to_next_obs": (last + 1).view(shape)})
+        return batch
+
+    def launches(self, storage: PackedStorage) -> bool:
+        """Whether kernels draw rows and join steps on a GPU."""
+        draws = getattr(self.sampler, "launches", None)
+        return (
+            draws is not None and draws(storage) and self._is_summed_by_kernel(storage)
+        )
+
+    def _is_summed_by_kernel(self, storage: PackedStorage) -> bool:
+        """Whether a kernel on a GPU looks up the last rows, and sums the rewards."""
+        if self.takes_goals or self._flags_of_agents(storage):
+            return False
+        is_float = self._reward_of(storage).dtype in (torch.float32, torch.float64)
+        return is_float and storage.all_rows().is_launched
+
+    def _launch(
+        self, flat: Tensor, storage: PackedStorage, numbers: Tensor, serials: Serials
+    ) -> TensorDictBase:
+        """Return n-step transitions, which kernels on a GPU make."""
+        rows, leaf = storage.all_rows(), self._reward_of(storage)
+        offset = rows.layout.offsets[leaf.key]
+        rewards = Rewards(rows.flat, offset, leaf.dtype, leaf.shape)
+        how = {"n": self.n_steps, "gamma": self.gamma}
+        sums = launch_sums(rewards, flat.contiguous(), numbers, serials, **how)
+        batch = rows.joined_at(flat, sums.ends)
+        leaf_of(batch, self.reward_key).copy_(sums.total)
+        agents = _agents_of(self.reward_key, leaf)
+        taken, shape = sums.taken, [1] * len(leaf.shape)
+        if agents:
+            shape[0] = agents
+            taken = taken.view(-1, *[1] * len(shape)).expand(-1, *shape).contiguous()
+        set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *shape)})
         return batch
 
     def _set_outcomes_(

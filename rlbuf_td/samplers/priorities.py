@@ -18,14 +18,21 @@ from rlbuf_td.kernels.batch import UPDATE, Updates
 from rlbuf_td.kernels.dispatch import (
     backend_of,
     compiled_form,
+    compiled_form_of,
     record_of,
     untraced,
     uses_numba,
 )
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
-from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
+from rlbuf_td.kernels.serials import Serials
+from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, BlockUpdate, Run
 from rlbuf_td.kernels.wrappers import Windows
-from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
+from rlbuf_td.samplers.common import (
+    OneStorage,
+    as_errors,
+    refuse_priorities,
+    uniform_numbers,
+)
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
@@ -66,6 +73,22 @@ class PriorityRule(ABC):
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
         CPU) if no row can be drawn."""
 
+    def launch_draw(
+        self,
+        batch: int,
+        rows: int,
+        stratified: bool,
+        norm: str | None,
+        *,
+        generator: torch.Generator | None,
+        serials: Serials | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what :meth:`draw` does with numbers of ``generator``, and the serials
+        of the rows, ``[B]``, or None."""
+        device = self.table.magnitude.device
+        uniform = uniform_numbers(batch, generator, device)
+        return *self.draw(uniform, rows, stratified, norm), None
+
     @abstractmethod
     def draw_into(
         self,
@@ -100,6 +123,22 @@ class PriorityRule(ABC):
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the
         arguments and the result."""
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU draw and update."""
+        return False
+
+    @compiled_form_of("update_")
+    def launch_update_(
+        self, update: BlockUpdate, largest: Tensor, counts: bool
+    ) -> Tensor | None:
+        """See :func:`rlbuf_td.kernels.sum_tree.launch_update_`."""
+        raise NotImplementedError
+
+    def launch_enter_(self, run: Run, largest: Tensor) -> None:
+        """See :func:`rlbuf_td.kernels.sum_tree.launch_enter_`."""
+        raise NotImplementedError
 
     @abstractmethod
     def update_loop(self) -> Callable[..., Any]:
@@ -274,13 +313,8 @@ class Priorities:
         If ``update.counts`` and the storage is given, the rows must have been written;
         otherwise, they may be new.
         """
-        if storage is not None and (
-            storage.max_size > self.capacity or self.serves._storage() is not storage
-        ):
-            self.move_to(storage)
-        rule, settings = self.rule, self.settings.values
-        if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
-            rule.refresh_weights()
+        self._prepare(storage)
+        rule = self.rule
         written, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
         if update.counts and storage is not None:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
@@ -295,6 +329,10 @@ class Priorities:
             update, stale = self._converted(update, storage, has_holes)
             if not len(update.index):
                 return stale
+            if self.is_launched:
+                gone = self._launch(update, written, ring)
+                self.keep(update.index, None if update.counts else storage)
+                return stale if gone is None else gone
             if not self._is_compiled:
                 self._update_with_torch(update, written)
                 self.keep(update.index, None if update.counts else storage)
@@ -312,12 +350,47 @@ class Priorities:
             self.keep(flat, None if update.counts else storage)
         return stale + gone
 
+    def _prepare(self, storage: Storage | None) -> None:
+        """Move to the rows of a storage, and compute weights anew if alpha has
+        changed."""
+        if storage is not None and (
+            storage.max_size > self.capacity or self.serves._storage() is not storage
+        ):
+            self.move_to(storage)
+        rule, settings = self.rule, self.settings.values
+        if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
+            rule.refresh_weights()
+
     @property
     def _is_compiled(self) -> bool:
         return (
             uses_numba(self.device)
             and compiled_form(self.rule, "update_loop") is not None
         )
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU draw and update."""
+        return (
+            self.rule.is_launched
+            and compiled_form(self.rule, "launch_update_") is not None
+        )
+
+    def _launch(self, update: Update, written: int, ring: Ring | None) -> Tensor | None:
+        """Update on a GPU; return the number of stale updates, or None."""
+        index, td_error, stamp, *_ = update
+        serials = None if stamp is None or ring is None else ring.for_kernels()
+        launched = BlockUpdate(index, td_error, stamp, written, serials)
+        with defer_sigint:
+            return self.rule.launch_update_(launched, self._on_device(), update.counts)
+
+    def _on_device(self) -> Tensor:
+        """Return :attr:`largest` as a tensor, which kernels increase in place."""
+        if self._largest_on_device is None:
+            self._largest_on_device = torch.full(
+                (), self.settings[LARGEST], dtype=torch.float32, device=self.device
+            )
+        return self._largest_on_device
 
     def _converted(
         self, update: Update, storage: Any, has_holes: bool
@@ -344,8 +417,12 @@ class Priorities:
         if stamp is not None:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
+            ring = getattr(storage, "ring", None)
+            is_read = is_loop or (
+                self.is_launched and ring is not None and ring.for_kernels() is not None
+            )
             is_of_windows = stamp.shape != td_error.shape
-            if is_of_windows or not is_loop:
+            if is_of_windows or has_holes or not is_read:
                 flat = flat_rows(index, storage, self.device)
                 index, stale = storage.skip_stale(flat, stamp)
                 stamp = None
@@ -377,6 +454,19 @@ class Priorities:
     ) -> None:
         """Set magnitudes without raising that of new rows."""
         self.assign(Update(index, magnitude, counts=False), storage)
+
+    def enter_run(
+        self, index: object, storage: PackedStorage, first: int, count: int
+    ) -> None:
+        """Do what :meth:`enter` does; the new rows lie in ``count`` cells from
+        ``first`` on."""
+        self._prepare(storage)
+        if not self.is_launched:
+            return self.enter(index, storage)
+        run = Run(first, count, storage.ring.steps * storage.ring.lanes)
+        with defer_sigint:
+            self.rule.launch_enter_(run, self._on_device())
+        return self.keep_new(index, storage)
 
     def admit(self, storage: Storage) -> int:
         """Give stored rows without a priority the magnitude of new rows; return their

@@ -13,8 +13,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -106,18 +107,41 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
         """Return the size of the priorities of ``capacity`` rows in bytes."""
 
+    def launches(self, storage: PackedStorage) -> bool:
+        """Whether kernels draw rows and update priorities on a GPU."""
+        return self.priorities.is_launched
+
     def draw(
         self, storage: Storage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
+        flat, weight, _ = self._drawn(storage, batch_size, None)
+        return flat, {"priority_weight": weight}
+
+    @compiled_form_of("draw")
+    def draw_stamped(
+        self, storage: PackedStorage, batch_size: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :class:`~rlbuf_td.buffers.plan.TorchPlan`."""
+        serials = storage.ring.for_kernels()
+        flat, weight, stamp = self._drawn(storage, batch_size, serials)
+        report = {"priority_weight": weight}
+        return flat, report if stamp is None else report | {SAMPLED_AT: stamp}
+
+    def _drawn(
+        self, storage: Storage, batch_size: int, serials: Serials | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return drawn rows, importance weights, and the serials of the rows if they
+        are known."""
         rows, rule = row_count(storage), self.rule
         if not rows:
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
-        uniform = uniform_numbers(batch_size, self._rng, self.priorities.device)
-        flat, weight = rule.draw(uniform, rows, self.stratified, self.weight_norm)
-        return flat, {"priority_weight": weight}
+        how = self.stratified, self.weight_norm
+        return rule.launch_draw(
+            batch_size, rows, *how, generator=self._rng, serials=serials
+        )
 
     @compiled_form_of("draw")
     def draw_into(
@@ -186,6 +210,13 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         """Set the magnitude of the newly written rows at ``index`` to
         :attr:`default_priority`."""
         self.priorities.enter(index, storage)
+
+    @compiled_form_of("mark_update")
+    def mark_run(
+        self, index: object, storage: PackedStorage, first: int, count: int
+    ) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Listener`."""
+        self.priorities.enter_run(index, storage, first, count)
 
     def recover(self, storage: PackedStorage, new: Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""

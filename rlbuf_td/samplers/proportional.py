@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code
+from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
@@ -56,6 +57,25 @@ class ProportionalRule(PriorityRule):
             raise RuntimeError(NO_PRIORITY)
         return drawn
 
+    def launch_draw(
+        self,
+        batch: int,
+        rows: int,
+        stratified: bool,
+        norm: str | None,
+        *,
+        generator: torch.Generator | None,
+        serials: Serials | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not self.is_launched:
+            return super().launch_draw(
+                *(batch, rows, stratified, norm), generator=generator, serials=serials
+            )
+        law = law_of(batch, stratified, self.settings.values[BETA], norm)
+        return sum_tree.launch_draw(
+            self.table, batch, law, rows, generator=generator, serials=serials
+        )
+
     def draw_into(
         self,
         uniform: Tensor,
@@ -88,6 +108,24 @@ class ProportionalRule(PriorityRule):
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         return sum_tree.update_(
             self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps
+        )
+
+    @property
+    def is_launched(self) -> bool:
+        return self.table.is_launched
+
+    def launch_update_(
+        self, update: sum_tree.BlockUpdate, largest: Tensor, counts: bool
+    ) -> Tensor | None:
+        law = self._weight_law()
+        return sum_tree.launch_update_(self.table, update, largest, law, counts=counts)
+
+    def launch_enter_(self, run: sum_tree.Run, largest: Tensor) -> None:
+        sum_tree.launch_enter_(self.table, run, largest, self._weight_law())
+
+    def _weight_law(self) -> sum_tree.WeightLaw:
+        return sum_tree.WeightLaw(
+            self.settings[WEIGHED], self.eps, self.min_priority, self.first
         )
 
     @compiled_form_of("update_")

@@ -64,7 +64,7 @@ class RowSampler(StatefulSampler):
             :class:`ReplayBuffer` over a :class:`PackedStorage` on the CPU, and within
             wrappers.
 
-    Cost: that of :meth:`draw`, a gather, and about 10 µs per batch for the checks.
+    Cost: that of :meth:`draw`, a gather, and checks of the drawn rows.
     Source: TorchRL's ``Sampler`` has an abstract ``sample``, and its subclasses convert
     and save by themselves.
 

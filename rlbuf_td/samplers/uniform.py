@@ -9,7 +9,7 @@ import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
-from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
+from rlbuf_td.kernels.draws import append_distinct_, distinct_rows, uniform_rows
 from rlbuf_td.samplers.common import EMPTY, refuse_never, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -86,6 +86,10 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)
         self.needs_order = max_age is not None
 
+    def launches(self, storage: PackedStorage) -> bool:
+        """Whether a kernel draws rows on a GPU."""
+        return not self.unique and self.max_age is None
+
     def draw(
         self, storage: Storage, batch_size: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -98,10 +102,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             _refuse_more_than(rows, batch_size)
             number = self._distinct(rows, batch_size, device)
         else:
-            source = device if generator is None else generator.device
-            number = torch.randint(
-                rows, (batch_size,), generator=generator, device=source
-            ).to(device)
+            number = uniform_rows(batch_size, rows, generator, device)
         return self._nth(storage, number), {}
 
     @compiled_form_of("draw", "_drawable", "_nth", "_distinct")

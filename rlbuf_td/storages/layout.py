@@ -146,6 +146,27 @@ class RowLayout:
                 )
         return columns
 
+    def slices(self, block: torch.Tensor, lead: torch.Size) -> list[torch.Tensor]:
+        """Return all leaves, ``[*lead, ...]``, as slices of ``block``, ``[bytes]``
+        uint8.
+
+        Each leaf begins with its first row, in the order of :attr:`leaves`, and has
+        room for as many rows.
+        """
+        room = len(block) // max(1, sum(leaf.nbytes for leaf in self.leaves))
+        leaves: list[torch.Tensor] = []
+        start, count = 0, lead.numel()
+        for dtype, group in groupby(self.leaves, key=lambda leaf: leaf.dtype):
+            members = [*group]
+            sizes = [room * prod(leaf.shape) for leaf in members]
+            end = start + sum(sizes) * dtype.itemsize
+            split = block[start:end].view(dtype).unsafe_split_with_sizes(sizes)
+            start = end
+            for leaf, part in zip(members, split, strict=True):
+                used = part if room == count else part[: count * prod(leaf.shape)]
+                leaves.append(used.view(lead + leaf.shape))
+        return leaves
+
     def blank(self, lead: torch.Size, device: torch.device) -> list[torch.Tensor]:
         """Return an uninitialised tensor ``[*lead, ...]`` for each leaf."""
         last = self._blank  # read once: another thread may replace it

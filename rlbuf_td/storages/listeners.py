@@ -78,6 +78,11 @@ class Listener:
     def mark_update(self, index: object) -> None:
         """Take note of new rows at ``index``."""
 
+    def _mark_run(self, index: object, first: int, count: int) -> None:
+        """Take note of new rows at ``index``, in ``count`` cells from ``first`` on,
+        which a kernel has written."""
+        self.mark_update(index)
+
     def _stage_of_writes(self) -> Stage:
         """Return what a write does for this object."""
         return Stage(is_told=False)

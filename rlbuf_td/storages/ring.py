@@ -50,6 +50,7 @@ from rlbuf_td.kernels.serials import (
     VALUE_ROWS,
     WRITING,
     WRITTEN,
+    Serials,
     block_size,
 )
 from rlbuf_td.storages.checks import State, saved_number
@@ -133,6 +134,11 @@ class Ring:
             and raw[size : 2 * size] == raw[size : size + 8] * lanes
         )
         return (tail, written) if are_equal else None
+
+    def for_kernels(self) -> Serials | None:
+        """Return what kernels on a GPU are told; None if lanes have unlike serials."""
+        common = self.common()
+        return None if common is None else Serials(*common, self.steps, self.lanes)
 
     @property
     def count(self) -> np.ndarray:

@@ -7,7 +7,7 @@ listeners:
 
 - :class:`CompiledWrites`, for rows in host memory: one compiled call, which also sets
   the priorities of new rows.
-- :class:`TorchWrites`, for all others.
+- :class:`TorchWrites`, for all others. On a GPU, a kernel copies rows that lie there.
 
 A plan is used until rows, ring or episodes are replaced (the storage then drops it),
 listeners are added or removed, or a buffer of the storage gets another sampler. The
@@ -286,11 +286,12 @@ class CompiledWrites(WritePlan):
 
 
 class TorchWrites(WritePlan):
-    """Writes rows with operations of torch; ``reason``: why it is not compiled."""
+    """Writes rows with operations of torch, or a kernel on a GPU; ``reason``: why it is
+    not compiled."""
 
     def __init__(self, storage: PackedStorage, reason: str) -> None:
         super().__init__(storage)
-        self.reason = reason
+        self.reason = "" if self.rows.is_launched else reason
 
     def write(
         self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
@@ -312,11 +313,9 @@ class TorchWrites(WritePlan):
         if ring.dirty:  # a thread was interrupted while it recovered
             storage.recover()
         cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
-        index: Any = to_device(cells, rows.matrix.device)
+        index: Any = torch.from_numpy(cells)
         if storage.ndim > 1:
             index = torch.stack([*coordinates(index, storage)], -1)
-        elif write.is_single:
-            index = int(cells[0])
         if lead != (len(cells),):
             leaves = [
                 leaf.reshape(len(cells), *kind.shape)
@@ -327,6 +326,13 @@ class TorchWrites(WritePlan):
             where = torch.from_numpy(is_kept)
             leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
             cells = cells[is_kept]
+        addresses, device = rows.addresses_of(leaves), rows.matrix.device
+        # all numbers of a launch in one copy to the device
+        parts = [index.numpy().ravel(), cells, np.array(addresses or (), np.int64)]
+        numbers = to_device(np.concatenate(parts), device)
+        shape, is_one = index.shape, write.is_single and storage.ndim == 1
+        index, cells_there, pointers = numbers.split([len(part) for part in parts])
+        index = int(cells[0]) if is_one else index.view(shape)
         are_apart = lanes is not None or not ring.together
         serials, longest, episodes = ring.serials, ring.longest, storage.episodes
         new, kept = np.flatnonzero(counts), np.minimum(counts, ring.steps)
@@ -337,20 +343,33 @@ class TorchWrites(WritePlan):
             if are_apart:
                 steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
                 rows.matrix[longest : steps.max()].zero_()  # those of other lanes
-            rows.append_(cells, leaves, serials)
+            if addresses is None:
+                rows.append_(cells, leaves, serials)
+            else:
+                rows.append_from_(cells_there, pointers)
             if episodes is not None:
                 first = ring.after[WRITTEN] - kept
                 episodes.note(new, first[new], kept[new], (counts > kept)[new])
             ring.publish()
             ring.numbers[REVISION] += 1
-            if write.is_told:
+            if write.is_told and (addresses is None or are_apart):
                 self.tell(index)
+            elif write.is_told:
+                self.tell_run(index, int(cells[0]), len(cells))
             ring.finish()
         except BaseException:
             if ring.dirty:
                 storage.recover()
             raise
         return index
+
+    def tell_run(self, index: object, first: int, count: int) -> None:
+        """Tell :attr:`others` of new rows in ``count`` cells from ``first`` on."""
+        for listener in self.others:
+            if isinstance(listener, Listener):
+                listener._mark_run(index, first, count)
+            else:
+                listener.mark_update(index)
 
 
 def unwritable(storage: PackedStorage) -> str:

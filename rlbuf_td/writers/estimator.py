@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +23,9 @@ Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 """Computes ``(advantage, value_target)`` of a rollout, see
 :class:`~rlbuf_td.writers.RolloutWriter`."""
 
+
+Coefficient: TypeAlias = "float | Sequence[float] | Tensor"
+"""Gamma or lambda: one number, or one for each component of the rewards."""
 
 _SHORT = 8  # shorter stretches of rows leave little of an advantage
 _LANES_REMEDY = (
@@ -45,8 +48,8 @@ class RolloutEstimator:
     """Computes the estimates of rollouts, with the arguments of a
     :class:`~rlbuf_td.writers.RolloutWriter`."""
 
-    gamma: float
-    lmbda: float
+    gamma: float | Tensor  # a tensor has the feature shape of the values
+    lmbda: float | Tensor
     own: Estimator | None  # the user's; None: GAE
     value_network: TensorDictModuleBase | None
     value_key: NestedKey
@@ -55,6 +58,7 @@ class RolloutEstimator:
     terminated_key: NestedKey
     truncated_key: NestedKey
     trajectory_key: NestedKey
+    exclude_dims: tuple[int, ...] = ()  # see :func:`normalize`; negative
     #: Whether a rollout has been searched for trajectories that alternate.
     has_checked_order: bool = field(default=False, init=False)
 
@@ -63,6 +67,7 @@ class RolloutEstimator:
         entries that :meth:`estimate` needs, besides values."""
         reward = entry(rows, self.reward_key)
         self._refuse_other_shape(rows.get(self.value_key, reward), reward.shape)
+        self._refuse_components(reward.shape[ndim:])
         self._ends(rows, reward, ndim)
 
     def estimate(self, rows: TensorDictBase, ndim: int) -> Estimates:
@@ -108,6 +113,21 @@ class RolloutEstimator:
             names = f"values {self.value_key!r} and rewards {self.reward_key!r}"
             got = f"{tuple(value.shape)} and {tuple(shape)}"
             raise ValueError(f"{names} must share one shape, got {got}")
+
+    def _refuse_components(self, features: torch.Size) -> None:
+        """Raise a ValueError unless gamma and lmbda fit the feature shape of the
+        values, and it has the dims that are excluded from normalization."""
+        for name, x in (("gamma", self.gamma), ("lmbda", self.lmbda)):
+            if isinstance(x, Tensor) and x.shape != features[len(features) - x.ndim :]:
+                raise ValueError(
+                    f"{name} has the shape {tuple(x.shape)}, one number for each component, but the rewards of a step "
+                    f"have the shape {tuple(features)}"
+                )
+        missing = [dim for dim in self.exclude_dims if -dim > len(features)]
+        if missing:
+            raise ValueError(
+                f"normalize_advantage_exclude_dims={missing}, but a step's rewards have the shape {tuple(features)}"
+            )
 
     def _warn_if_interleaved(
         self, rows: TensorDictBase, ends: Tensor, ndim: int
@@ -167,11 +187,10 @@ class RolloutEstimator:
         """Return normalized advantages, 0 for agents that do not act; ``is_row``,
         ``[*batch]``: False for padding."""
         if acts is None:
-            return normalize(advantage, mask=is_row)
+            return normalize(advantage, mask=is_row, exclude_dims=self.exclude_dims)
         counts = acts if is_row is None else acts & is_row[..., None]
-        return normalize(advantage, mask=counts).masked_fill(
-            ~expand_as_right(acts, advantage), 0
-        )
+        scaled = normalize(advantage, mask=counts, exclude_dims=self.exclude_dims)
+        return scaled.masked_fill(~expand_as_right(acts, advantage), 0)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
         """Return the dtype of estimates: the network's if the network computes values,

@@ -8,9 +8,10 @@ process dies, or an estimator fails, the next read computes the estimates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -27,7 +28,7 @@ from rlbuf_td.storages.tensordict_fast import entries_of, leaf_of, new_tensordic
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.storages.writes import Write
 from rlbuf_td.writers.common import TimeWriter
-from rlbuf_td.writers.estimator import Estimator, RolloutEstimator, entry
+from rlbuf_td.writers.estimator import Coefficient, Estimator, RolloutEstimator, entry
 
 
 class RolloutWriter(TimeWriter, Completes):
@@ -93,8 +94,11 @@ class RolloutWriter(TimeWriter, Completes):
     lambda cannot.
 
     Args:
-        gamma: discount, in [0, 1], default 0.99.
-        lmbda: GAE's lambda, in [0, 1], default 0.95.
+        gamma: discount, in [0, 1], default 0.99; or one number for each component of
+            rewards and values ``[T, E, C]``, as a tensor or a list, for example of
+            several objectives, or of a reward and a cost that a critic with two outputs
+            predicts.
+        lmbda: GAE's lambda, in [0, 1], default 0.95; or one number for each component.
         estimator: a function of your own, called instead of GAE, see above; it replaces
             ``gamma`` and ``lmbda``.
         value_network: a TensorDict module that reads an observation and writes
@@ -104,6 +108,9 @@ class RolloutWriter(TimeWriter, Completes):
         normalize_advantage: whether to normalize the stored advantages to mean 0 and
             standard deviation 1 over the rollout. Value targets use the advantages
             before normalization.
+        normalize_advantage_exclude_dims: dims of the advantages that keep a mean and a
+            standard deviation of their own, counted from the last one: ``(-1,)`` for
+            each component, ``(-2,)`` for each agent of a group; default: none.
         partial: whether reads also compute the estimates of an incomplete rollout, as
             if the newest step were the last; may be set at any time.
         group: the name of a group of agents, see above; ``None``: values and rewards
@@ -161,12 +168,13 @@ class RolloutWriter(TimeWriter, Completes):
 
     def __init__(
         self,
-        gamma: float | None = None,
-        lmbda: float | None = None,
+        gamma: Coefficient | None = None,
+        lmbda: Coefficient | None = None,
         *,
         estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: bool = False,
+        normalize_advantage_exclude_dims: Sequence[int] = (),
         partial: bool = False,
         group: NestedKey | None = None,
         value_key: NestedKey | None = None,
@@ -181,8 +189,8 @@ class RolloutWriter(TimeWriter, Completes):
         super().__init__()
         _refuse_estimator(estimator, gamma, lmbda)
         _refuse_network(value_network, value_key)
-        gamma = coefficient("RolloutWriter", "gamma", 0.99 if gamma is None else gamma)
-        lmbda = coefficient("RolloutWriter", "lmbda", 0.95 if lmbda is None else lmbda)
+        gamma = _coefficient("gamma", 0.99 if gamma is None else gamma)
+        lmbda = _coefficient("lmbda", 0.95 if lmbda is None else lmbda)
         of = _group(group)
         self.value_key = nested_key(value_key or (*of, "state_value"))
         self.advantage_key = nested_key(advantage_key or (*of, "advantage"))
@@ -200,9 +208,15 @@ class RolloutWriter(TimeWriter, Completes):
             truncated_key,
             trajectory_key,
         )
-        keys = map(nested_key, names)
+        keys = [nested_key(name) for name in names]
         self.estimator = RolloutEstimator(
-            gamma, lmbda, estimator, value_network, self.value_key, *keys
+            gamma,
+            lmbda,
+            estimator,
+            value_network,
+            self.value_key,
+            *keys,
+            exclude_dims=_negative(normalize_advantage_exclude_dims),
         )
         self.normalize_advantage, self.partial = normalize_advantage, partial
         # NaN, as the last data needs it
@@ -368,9 +382,28 @@ def _group(group: object) -> tuple[str, ...]:
     return () if group is None else as_tuple(group)
 
 
-def _refuse_estimator(
-    estimator: object, gamma: float | None, lmbda: float | None
-) -> None:
+def _coefficient(name: str, value: Coefficient) -> float | Tensor:
+    """Check gamma or lmbda, and return one number, or one for each component."""
+    if isinstance(value, Tensor | np.ndarray | Sequence) and not isinstance(value, str):
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+        if numbers.ndim:
+            for number in numbers.flatten().tolist():
+                coefficient("RolloutWriter", name, number)
+            return numbers.clone()
+    return coefficient("RolloutWriter", name, value)  # pyrefly: ignore [bad-argument-type]
+
+
+def _negative(dims: Sequence[int]) -> tuple[int, ...]:
+    """Return dims that must be counted from the last one: batches and rollouts differ
+    in their first ones."""
+    if any(type(dim) is not int or dim >= 0 for dim in dims):
+        raise ValueError(
+            f"normalize_advantage_exclude_dims counts dims from the last one, -1, got {[*dims]}"
+        )
+    return tuple(dims)
+
+
+def _refuse_estimator(estimator: object, gamma: object, lmbda: object) -> None:
     if estimator is None:
         return
     if not callable(estimator):

@@ -71,9 +71,30 @@ BREAKS = [
     Break(
         "listeners are told of the first new row alone",
         "storages/write_plan.py",
-        "            listener.mark_update(index)\n",
-        "            listener.mark_update(index[:1])\n",
+        "in self.others:\n            listener.mark_update(index)\n",
+        "in self.others:\n            listener.mark_update(index[:1])\n",
         "tests/writers/test_ring.py",
+    ),
+    Break(
+        "a kernel draws from neighbouring segments one after another",
+        "kernels/sum_tree/triton.py",
+        "segment = (begin + draw * step) % batch",
+        "segment = (begin + draw) % batch",
+        "tests/kernels/test_triton.py -k cumulative",
+    ),
+    Break(
+        "a kernel sums the rewards of other lanes",
+        "kernels/wrappers/triton.py",
+        "row = (cell + step * lanes) % (steps * lanes)",
+        "row = (cell + step) % (steps * lanes)",
+        "tests/kernels/test_triton.py -k n_step",
+    ),
+    Break(
+        "a kernel updates the priorities of rows that are gone",
+        "kernels/sum_tree/triton.py",
+        "is_stale = is_row & is_gone",
+        "is_stale = is_row & (cell < 0)",
+        "tests/kernels/test_triton.py -k updates",
     ),
     Break(
         "an episode goes on before the oldest row",
@@ -108,7 +129,7 @@ BREAKS = [
         "kernels/rows/entries_cpu.py",
         "oldest = (written - kept) % steps * stored.lanes + lane",
         "oldest = (written - kept + 1) % steps * stored.lanes + lane",
-        "tests/storages/test_dedup.py -k 'frames or stack'",
+        "tests/storages/test_dedup.py -k 'frames or stack or chunks'",
     ),
     Break(
         "the lock admits two processes",

@@ -1,21 +1,26 @@
 """Time operations on a CUDA device (``python -m tests.benchmarks.device``).
 
-``--count`` counts the torch operations of calls instead, without a GPU: the host needs
-about as long for each of them.
+``--count`` counts the operations that calls start on a device instead, without a GPU:
+the host needs about as long for each of them. Triton's interpreter runs the kernels,
+``TRITON_INTERPRET=1 python -m tests.benchmarks.device --count``; without this variable,
+the torch operations that specify them are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from tensordict import TensorDict
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchrl.data.replay_buffers import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -33,6 +38,9 @@ from rlbuf_td import (
 )
 from rlbuf_td.cli import whole_number
 from rlbuf_td.functional import generalized_advantage_estimate
+from rlbuf_td.kernels import host_memory
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from tests.backends import forced
 from tests.benchmarks.contenders import image_rows, small_rows
 
 BATCH, LENGTH = 256, 16
@@ -182,45 +190,99 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.count += not func.is_view and "empty" not in func.overloadpacket.__name__
+        name = func.overloadpacket.__name__
+        is_free = func.is_view or name.startswith("unsafe_split") or "empty" in name
+        self.count += not is_free
         return func(*args, **(kwargs or {}))
 
 
-def operations(call: Callable[[], object]) -> int:
+@contextmanager
+def kernels_counted(counted: Count) -> Iterator[None]:
+    """Count each kernel that Triton's interpreter runs, and each copy to the device, as
+    one operation."""
+    from triton.runtime.interpreter import GridExecutor
+
+    run, copy = GridExecutor.__call__, host_memory.to_device
+
+    def counted_run(*args: Any, **kwargs: Any) -> None:
+        counted.count += 1
+        with _disable_current_modes():
+            run(*args, **kwargs)
+
+    def counted_copy(*args: Any) -> torch.Tensor:
+        counted.count += 1
+        return copy(*args)
+
+    # a GPU's generator starts no operation either
+    start = partial(lambda *_: (1, 0))
+    modules = "draws", "sum_tree"
+    starts = [f"rlbuf_td.kernels.{name}.triton.philox_start" for name in modules]
+    with (
+        mock.patch.object(GridExecutor, "__call__", counted_run),
+        # which looks at rows on the CPU only
+        mock.patch.object(SamplerWrapper, "warn_if_interleaved"),
+        mock.patch("rlbuf_td.storages.write_plan.to_device", counted_copy),
+        mock.patch(starts[0], start),
+        mock.patch(starts[1], start),
+    ):
+        yield
+
+
+def operations(call: Callable[[], object], are_kernels: bool) -> int:
     call()
-    with Count() as counted:
+    with Count() as counted, kernels_counted(counted) if are_kernels else nullcontext():
         call()
     return counted.count
 
 
 def counts(rows: int) -> Timed:
-    """Yield how many operations calls take on other devices than the CPU; torch's meta
-    device executes none."""
-    data, td_error = small_rows(BATCH), torch.rand(BATCH, device="meta")
-    samplers = {
-        "uniform": UniformSampler(),
-        "proportional": ProportionalSampler(rows),
-        "by rank": RankSampler(rows),
-    }
-    for name, sampler in (
-        samplers | {"3-step": NStepSampler(UniformSampler(), 3, 0.9)}
-    ).items():
+    """Yield how many operations calls start on other devices than the CPU.
+
+    Torch's meta device executes none; kernels run in Triton's interpreter, on the CPU.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        with forced("triton"):
+            yield from counts_of(min(rows, 2_000), 8, "cpu", SAMPLERS)
+    else:
+        yield from counts_of(rows, BATCH, "meta", SAMPLERS)
+
+
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "uniform": lambda rows: UniformSampler(),
+    "proportional": ProportionalSampler,
+    "by rank": RankSampler,
+    "3-step": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
+}
+
+
+def counts_of(
+    rows: int, batch: int, device: str, samplers: dict[str, Callable[[int], Any]]
+) -> Timed:
+    """Yield the counts of some samplers; on the CPU, those of kernels."""
+    data, td_error = small_rows(batch), torch.rand(batch, device=device)
+    are_kernels = device == "cpu"
+    for name, make in samplers.items():
+        sampler = make(rows)
         rb = ReplayBuffer(
-            storage=PackedStorage(rows, device="meta"),
+            storage=PackedStorage(rows, device=device),
             sampler=sampler,
-            batch_size=BATCH,
+            batch_size=batch,
         )
         yield (
-            f"{name}, extend by {BATCH}",
-            operations(partial(rb.extend, data)),
+            f"{name}, extend by {batch}",
+            operations(partial(rb.extend, data), are_kernels),
             "operations",
         )
-        yield f"{name}, sample", operations(rb.sample), "operations"
+        yield f"{name}, sample", operations(rb.sample, are_kernels), "operations"
         if name in ("proportional", "by rank"):
             update = partial(
                 rb.update_tensordict_priority, rb.sample().set("td_error", td_error)
             )
-            yield f"{name}, update priorities", operations(update), "operations"
+            yield (
+                f"{name}, update priorities",
+                operations(update, are_kernels),
+                "operations",
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -380,3 +380,18 @@ def test_reading_and_checking_takes_no_disk_space() -> None:
         rb.dumps(f"{folder}/dump")
         assert os.stat(f"{folder}/rows.bin").st_blocks == before
         rb.storage.close()
+
+
+@pytest.mark.parametrize("width", [256, 64])  # one or two entries to a chunk
+@pytest.mark.parametrize("steps", [3, 8])
+def test_each_row_keeps_its_entries_where_chunks_are_small(steps, width):
+    rb = ReplayBuffer(storage=PackedStorage(steps, share_next=True))
+    for number in range(4 * steps):
+        observation = torch.full((1, width), float(number))
+        flag = torch.zeros(1, 1, dtype=torch.bool)
+        after = {"observation": observation + 1, "done": flag, "terminated": flag}
+        rb.extend(TensorDict({"observation": observation, "next": after}, [1]))
+        rows = rb.chronological()
+        kept = torch.arange(max(0, number + 1 - steps), number + 1).float()
+        assert torch.equal(rows["observation"], kept[:, None].expand(-1, width))
+        assert torch.equal(rows["next", "observation"], rows["observation"] + 1)

@@ -104,6 +104,24 @@ def test_it_holds_however_the_batch_came(options: dict[str, Any], lanes: int) ->
     assert world.rb.health()["stale_updates"] > 0
 
 
+class OwnUpdate(ProportionalSampler):
+    """A user's sampler, whose updates go through TorchRL's method."""
+
+    def update_priority(self, index: Any, priority: Any, **given: Any) -> None:
+        super().update_priority(index, priority, **given)
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_it_holds_for_an_update_of_ones_own(lanes: int) -> None:
+    world: Any = Known.of(OwnUpdate(STEPS * max(1, lanes)), STEPS, lanes, batch_size=12)
+    world.write(STEPS)
+    for _ in range(5):
+        batch = world.rb.sample()
+        world.write(3)
+        world.check_update(batch)
+    assert world.rb.health()["stale_updates"] > 0
+
+
 def test_it_holds_under_torchrls_ring() -> None:
     rb = ReplayBuffer(
         storage=PackedStorage(30),

@@ -505,3 +505,90 @@ def test_lanes_and_whole_trajectories_in_a_rollout_need_no_warning(ids):
         rb = ReplayBuffer(storage=storage, writer=RolloutWriter(), dim_extend=0)
         rb.extend(data)
         assert rb.sample(4)["advantage"].isfinite().all()
+
+
+def components(lanes: int = 2, steps: int = 9) -> TensorDict:
+    """Rewards and values of three components, ``[lanes, steps, 3]``, one done flag."""
+    g = torch.Generator().manual_seed(0)
+    done = torch.rand(lanes, steps, 1, generator=g) < 0.2
+    after = {"done": done, "terminated": done.clone()}
+    for name in ("reward", "state_value"):
+        after[name] = torch.randn(lanes, steps, 3, generator=g, dtype=torch.float64)
+    value = torch.randn(lanes, steps, 3, generator=g, dtype=torch.float64)
+    # the state after a step is that of the next step, unless the episode ends
+    following = torch.where(done[:, :-1], after["state_value"][:, :-1], value[:, 1:])
+    after["state_value"][:, :-1] = following
+    return TensorDict({"state_value": value, "next": after}, [lanes, steps])
+
+
+@pytest.mark.parametrize("as_given", [list, torch.tensor, tuple])
+def test_each_component_has_its_own_gamma_and_lambda(as_given):
+    gammas, lambdas = [0.9, 0.5, 1.0], [1.0, 0.3, 0.8]
+    data = components()
+    rb = RolloutBuffer(
+        9, 2, batch_size=18, gamma=as_given(gammas), lmbda=as_given(lambdas)
+    )
+    rb.extend(data.clone())
+    rows = stored(rb)
+    after = data["next"]
+    expected = torch.zeros_like(data["state_value"])
+    for c, (gamma, lmbda) in enumerate(zip(gammas, lambdas, strict=True)):
+        for e in range(2):
+            trace = 0.0
+            for t in reversed(range(9)):
+                going = not after["done"][e, t]
+                following = gamma * after["state_value"][e, t, c] * going
+                delta = after["reward"][e, t, c] + following
+                delta = delta - data["state_value"][e, t, c]
+                trace = delta + gamma * lmbda * going * trace
+                expected[e, t, c] = trace
+    torch.testing.assert_close(rows["advantage"], expected)
+    torch.testing.assert_close(rows["value_target"], expected + data["state_value"])
+
+
+@pytest.mark.parametrize("how", ["rollout", "minibatch"])
+def test_advantages_can_be_normalized_by_component(how):
+    rb = RolloutBuffer(
+        9,
+        2,
+        batch_size=6,
+        gamma=[0.9, 0.5, 1.0],
+        normalize_advantage=how,
+        normalize_advantage_exclude_dims=(-1,),
+    )
+    rb.extend(components())
+    batches = [*rb] if how == "minibatch" else [stored(rb)]
+    for batch in batches:
+        advantage = batch["advantage"].reshape(-1, 3)
+        torch.testing.assert_close(advantage.mean(0), torch.zeros(3).double())
+        torch.testing.assert_close(
+            advantage.std(0, correction=0), torch.ones(3).double()
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"gamma": [0.9, 0.5]}, r"gamma has the shape \(2,\).*\(3,\)"),
+        ({"lmbda": torch.ones(1, 3)}, r"lmbda has the shape \(1, 3\)"),
+        ({"normalize_advantage_exclude_dims": [-2]}, r"exclude_dims=\[-2\]"),
+    ],
+)
+def test_numbers_of_other_components_are_refused_at_the_first_write(settings, match):
+    rb = RolloutBuffer(9, 2, batch_size=6, normalize_advantage="rollout", **settings)
+    with pytest.raises(ValueError, match=match):
+        rb.extend(components())
+    assert not len(rb)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"gamma": [0.9, 1.5]}, "gamma must lie in"),
+        ({"lmbda": "high"}, "lmbda must be a number"),
+        ({"normalize_advantage_exclude_dims": [0]}, "from the last one"),
+    ],
+)
+def test_components_out_of_range_are_refused(settings, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        RolloutWriter(**settings)

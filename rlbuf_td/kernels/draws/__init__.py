@@ -8,12 +8,24 @@ from math import expm1
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, loop
+from rlbuf_td.kernels.dispatch import backend_of, loop, uses_triton
 from rlbuf_td.kernels.host_memory import address_of
 
 # a uniform number has 53 binary digits; the last ones, which hardly affect the age,
 # choose the lane
 DIGITS = 2.0**53
+
+
+def uniform_rows(
+    count: int, rows: int, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Draw ``count`` numbers below ``rows``, ``[count]`` int64 on ``device``."""
+    if uses_triton(device):
+        from rlbuf_td.kernels.draws import triton
+
+        return triton.uniform_rows(count, rows, generator, device)
+    source = device if generator is None else generator.device
+    return torch.randint(rows, (count,), generator=generator, device=source).to(device)
 
 
 def recent_rows(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.host_memory import address_of, advise
+
+if TYPE_CHECKING:
+    from rlbuf_td.kernels.rows.triton import RowWords
 
 IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
 _FEWEST = 2  # rows
@@ -42,6 +45,15 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     cells, _ = cells.sort()
     _ask(base + stride * _inside(cells, len(rows)), stride)
     return cells
+
+
+def row_words(extents: np.ndarray, rows: Tensor) -> RowWords | None:
+    """Return what copies rows on a GPU; None elsewhere."""
+    if backend_of(rows) != "triton":
+        return None
+    from rlbuf_td.kernels.rows.triton import RowWords
+
+    return RowWords(extents, rows.device)
 
 
 def ask_for_entries(names: Tensor, entries: Tensor, cells: Tensor) -> None:

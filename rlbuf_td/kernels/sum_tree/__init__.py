@@ -19,6 +19,7 @@ their ``before`` is infinite. A draw therefore never returns a row of weight 0.
 
 Other devices have no nodes: they read a million weights in the time of a few kernel
 launches, so that a draw scans the weights of all rows, without host synchronisation.
+The kernels of a GPU scan the sums of blocks of 1,024 weights (``blocks.py``).
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs
 are for ``B`` rows out of ``N``.
@@ -37,7 +38,15 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import empty_draws, law_of, masses
+from rlbuf_td.kernels.serials import Serials
+from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, empty_draws, law_of, masses
+from rlbuf_td.kernels.sum_tree.blocks import (
+    BlockUpdate,
+    Run,
+    WeightLaw,
+    block_count,
+    set_blocks_,
+)
 
 #: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
 Number: TypeAlias = float | Tensor
@@ -70,6 +79,8 @@ class SumTree:
             infinite if there is none.
         refused: the number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU,
             which refuses such a batch.
+        blocks: for kernels on a GPU, see :mod:`rlbuf_td.kernels.sum_tree.blocks`;
+            elsewhere ``[2, 0]``.
     """
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
@@ -79,6 +90,10 @@ class SumTree:
         self.lock = Lock()  # held around loops, which release the GIL
         with outside_inference_mode():
             self.refused = torch.zeros((), dtype=torch.int64, device=leaves.device)
+            count = block_count(self.rows) * (backend_of(leaves) == "triton")
+            self.blocks = torch.zeros(
+                (2, count), dtype=torch.float64, device=leaves.device
+            )
         self._adopt(leaves, nodes)
 
     def _adopt(self, leaves: Tensor, nodes: Tensor) -> None:
@@ -103,11 +118,17 @@ class SumTree:
         tree.sums.zero_()
         tree.before.fill_(torch.inf)[::GROUP] = 0.0
         tree.minima.fill_(torch.inf)
+        rebuild_blocks_(tree)
         return tree
 
     @property
     def has_nodes(self) -> bool:
         return self.sums.shape[0] > 0
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU draw and update."""
+        return self.blocks.shape[1] > 0 and backend_of(self.weight) == "triton"
 
     @cached_property
     def starts(self) -> list[int]:
@@ -205,6 +226,10 @@ class SumTree:
                 torch.testing.assert_close(
                     getattr(again, name), getattr(self, name), rtol=1e-14, atol=0.0
                 )
+        if self.blocks.shape[1]:
+            sums = torch.empty_like(self.blocks)
+            set_blocks_(sums, self.weight)
+            torch.testing.assert_close(self.blocks, sums, rtol=1e-14, atol=0.0)
 
     def __getstate__(self) -> dict[str, Tensor]:
         # without the addresses, which are invalid in a copy
@@ -212,6 +237,7 @@ class SumTree:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
+        rebuild_blocks_(self)
 
 
 #: The numbers of levels, rows and nodes of a tree, and the addresses of its ``starts``
@@ -328,13 +354,25 @@ def update_(
 
 
 def rebuild_(tree: SumTree) -> None:
-    """Recompute all nodes of the tree, if it has nodes, from the weights. O(N)."""
+    """Recompute all nodes and blocks of the tree, if it has any, from the weights.
+    O(N)."""
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
     if tree.has_nodes:
         tree.set_nodes_()
+    rebuild_blocks_(tree)
+
+
+def rebuild_blocks_(tree: SumTree) -> None:
+    """Sum all blocks of weights again, if the tree has any. O(N)."""
+    if tree.is_launched:
+        from rlbuf_td.kernels.sum_tree import triton
+
+        triton.sum_blocks_(tree)
+    elif tree.blocks.shape[1]:
+        set_blocks_(tree.blocks, tree.weight)
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
@@ -402,3 +440,47 @@ def draw(
         else total / rows
     )
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
+
+
+def launch_draw(
+    tree: SumTree,
+    batch: int,
+    law: DrawLaw,
+    rows: int,
+    *,
+    generator: torch.Generator | None,
+    serials: Serials | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw as :func:`draw` does, on a GPU, with random numbers of ``generator``.
+
+    Returns:
+        Rows, importance weights, and the serials of the rows; None without ``serials``.
+    """
+    from rlbuf_td.kernels.sum_tree import triton
+
+    flat, weight, stamp = triton.draw(tree, batch, generator, law, rows, serials)
+    if law.norm == BY_BATCH:
+        chosen = tree.weight[flat].to(torch.float64)
+        weight = (chosen / chosen.amin()).pow(-law.beta).to(torch.float32)
+    return flat, weight, stamp
+
+
+def launch_enter_(tree: SumTree, run: Run, largest: Tensor, law: WeightLaw) -> None:
+    """Give new rows the magnitude ``largest``, 0-dim float32, on a GPU; ``law.first``
+    if that is below 0."""
+    from rlbuf_td.kernels.sum_tree import triton
+
+    triton.enter_(tree, run, largest, law)
+
+
+def launch_update_(
+    tree: SumTree, update: BlockUpdate, largest: Tensor, law: WeightLaw, *, counts: bool
+) -> Tensor | None:
+    """Update as :func:`update_` does, on a GPU; stale updates are skipped, too.
+
+    If ``counts``, magnitudes can increase ``largest``, 0-dim float32. Return the number
+    of stale updates, 0-dim; None without stamps.
+    """
+    from rlbuf_td.kernels.sum_tree import triton
+
+    return triton.update_(tree, update, largest, law, counts=counts)

@@ -16,6 +16,8 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Spans
 from rlbuf_td.kernels.host_memory import address_of, to_device
+from rlbuf_td.kernels.serials import Serials
+from rlbuf_td.kernels.wrappers.rewards import Rewards, Sums
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -81,6 +83,25 @@ def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
     terms = reward.to(torch.float64) * powers.view(as_rewards)
     terms = terms.masked_fill(beyond.view(*beyond.shape, *as_rewards[2:]), 0.0)
     return terms.cumsum(1)[:, -1].to(reward.dtype)
+
+
+def launch_sums(
+    rewards: Rewards,
+    cells: Tensor,
+    numbers: Tensor,
+    serials: Serials,
+    *,
+    n: int,
+    gamma: float,
+) -> Sums:
+    """Sum the rewards of at most ``n`` rows from each cell on, within its episode, in
+    one launch on a GPU.
+
+    ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
+    """
+    from rlbuf_td.kernels.wrappers import triton
+
+    return triton.sum_steps(rewards, cells, numbers, serials, n, gamma)
 
 
 class Windows(NamedTuple):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -16,10 +16,14 @@ from tensordict import TensorDict
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import alias_of, to_device
-from rlbuf_td.kernels.rows import ask_for_rows
+from rlbuf_td.kernels.rows import ask_for_rows, row_words
+from rlbuf_td.kernels.rows.words import WIDE
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
+
+if TYPE_CHECKING:
+    from rlbuf_td.kernels.rows.triton import RowWords
 
 #: Rows in fewer runs are copied run by run.
 _MOST_RUNS = 4
@@ -40,6 +44,8 @@ class Rows(ABC):
     # whether the rows lie in a file; reads then request all pages that they need at
     # once
     is_mapped = False
+    # whether kernels on a GPU read and write the rows
+    is_launched = False
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
@@ -132,6 +138,16 @@ class Rows(ABC):
         ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
         self.replace_cells_(cells, leaves)
+
+    def addresses_of(self, leaves: list[torch.Tensor]) -> list[int] | None:
+        """Return the addresses of leaves that :meth:`append_from_` can read; None if it
+        cannot."""
+        return None
+
+    def append_from_(self, cells: torch.Tensor, addresses: torch.Tensor) -> None:
+        """Write rows as :meth:`append_` does, from :meth:`addresses_of` leaves, on a
+        GPU; both arguments lie there, int64."""
+        raise NotImplementedError
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         """Edit rows at flat indices of any shape; if an index is repeated, its last row
@@ -253,10 +269,19 @@ class PlainRows(Rows):
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
+        #: Copies rows on a GPU; None elsewhere.
+        self.words = row_words(self.extents, self.matrix)
+
+    @property
+    def is_launched(self) -> bool:  # pyrefly: ignore [bad-override]
+        return self.words is not None and backend_of(self.matrix) == "triton"
 
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         if self.is_mapped:
             ask_for_rows(self.flat, cells.reshape(-1))
+        if self.words is not None and self.is_launched:
+            block = self.words.read(self.flat, cells.reshape(-1).contiguous())
+            return self.layout.slices(block, cells.shape)
         # one kernel: leaves are views of one block
         if backend_of(self.matrix) != "numba":
             rows = self.flat.index_select(0, cells.reshape(-1))
@@ -264,6 +289,30 @@ class PlainRows(Rows):
         leaves = self.layout.blank(cells.shape, self.matrix.device)
         gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
         return leaves
+
+    def addresses_of(self, leaves: list[torch.Tensor]) -> list[int] | None:
+        """See :class:`Rows`."""
+        words = self.words
+        if words is None or not self.is_launched:
+            return None
+        memory = self.matrix.untyped_storage().data_ptr()
+        addresses = [leaf.data_ptr() for leaf in leaves]
+        for leaf, address, is_wide in zip(
+            leaves, addresses, words.is_wide, strict=True
+        ):
+            is_readable = leaf.is_contiguous() and not (leaf.is_conj() or leaf.is_neg())
+            if (
+                not is_readable
+                or leaf.device != self.matrix.device
+                or leaf.untyped_storage().data_ptr() == memory
+                or (is_wide and address % WIDE)
+            ):
+                return None
+        return addresses
+
+    def append_from_(self, cells: torch.Tensor, addresses: torch.Tensor) -> None:
+        """See :class:`Rows`."""
+        cast("RowWords", self.words).write(self.flat, cells, addresses)
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         if self.is_mapped:

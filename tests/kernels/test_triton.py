@@ -1,0 +1,440 @@
+"""Kernels for rows on a GPU, in Triton's interpreter: each against its reference, on
+CPU tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels import dispatch, self_check
+from rlbuf_td.kernels.draws import uniform_rows
+from rlbuf_td.kernels.strata import law_of, masses
+from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
+from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
+from rlbuf_td.storages.writes import Write
+from tests import test_composition as composition
+from tests.backends import forced
+from tests.benchmarks import device as benchmark
+from tests.catalogue import SCHEMAS, Schema, assert_same, numbered_rows, transitions
+from tests.statistics import assert_follows
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("kernels run on the GPU: tests/test_gpu.py", allow_module_level=True)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with forced("triton"):
+        yield
+
+
+def buffer(rows: int, sampler: Any, **options: Any) -> ReplayBuffer:
+    storage = PackedStorage(rows, **options)
+    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+
+
+def test_the_self_check_passes():
+    assert self_check.fault_on(CPU) == ""
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+def test_the_self_check_names_the_kernel_that_is_wrong(is_error, monkeypatch):
+    from rlbuf_td.kernels.rows.triton import RowWords
+
+    def read(words: RowWords, rows: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        if is_error:
+            raise RuntimeError("no compiler\nand more")
+        return torch.zeros(words.nbytes * 48, dtype=torch.uint8)
+
+    monkeypatch.setattr(RowWords, "read", read)
+    fault = self_check.fault_on(CPU)
+    wanted = "Triton cannot read and write rows (RuntimeError: no compiler)"
+    wrong = "Triton's kernels do not read and write rows as torch does"
+    assert fault == (wanted if is_error else wrong)
+
+
+def test_a_fault_of_a_kernel_is_said_once_and_torch_runs(monkeypatch):
+    monkeypatch.setattr(self_check, "fault_on", lambda device: "kernels are wrong")
+    monkeypatch.setattr(dispatch, "_forced", None)
+    gpu = torch.device("cuda", 99)
+    with pytest.warns(RuntimeWarning, match="kernels are wrong: rlbuf_td runs"):
+        assert not dispatch.uses_triton(gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not dispatch.uses_triton(gpu)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+def test_every_schema_is_stored_byte_for_byte(schema: Schema) -> None:
+    rows = transitions(schema, 3)
+    storage = PackedStorage(3)
+    storage.set(range(3), rows)
+    assert_same(storage[torch.tensor([2, 0])], rows[[2, 0]])
+    assert_same(storage[torch.tensor([1, 0, 2])[::2]], rows[[1, 2]])
+    assert_same(storage[torch.tensor([[0, 1], [2, 0]]).T], rows[[[0, 2], [1, 0]]])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9, 23])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_rows_are_those_that_torch_writes(rows, lanes):
+    """One row, a ring that wraps, and more rows than there are cells."""
+    options = {} if lanes == 1 else {"ndim": 2, "lanes": lanes}
+
+    def written() -> tuple[Any, ReplayBuffer]:
+        rb = buffer(9 * lanes, ProportionalSampler(9 * lanes), **options)
+        index = []
+        for start in (0, rows):
+            data = numbered_rows(rows * lanes, start * lanes)
+            shape = (rows, lanes) if lanes > 1 else (rows,)
+            view = data.view(*shape)
+            index.append(rb.extend(view.transpose(0, 1) if lanes > 1 else view))
+        if lanes == 1:
+            rb.add(numbered_rows(1, 99)[0])
+        rb.sampler.rule.check()
+        return index, rb
+
+    index, rb = written()
+    with forced("torch"):
+        wanted, other = written()
+    assert all(map(torch.equal, index, wanted))
+    assert_same(rb[:], other[:])
+    every = torch.arange(len(rb.storage) * 1)
+    assert torch.equal(rb.sampler.priority(every), other.sampler.priority(every))
+
+
+def test_rows_of_other_strides_and_of_the_buffer_itself_are_written():
+    rb = buffer(8, UniformSampler())
+    data = TensorDict({"x": torch.arange(12.0).view(2, 6).T, "y": torch.arange(6)}, [6])
+    rb.extend(data)
+    rb.extend(rb[:4].flip(0))
+    rb.extend(rb.storage[2:4])
+    assert rb.chronological()["y"].tolist() == [4, 5, 3, 2, 1, 0, 2, 3]
+    assert torch.equal(rb.chronological()["x"][2], torch.tensor([3.0, 9.0]))
+
+
+def test_lanes_of_unlike_lengths_are_read_and_written():
+    def fill() -> ReplayBuffer:
+        rb = buffer(12, ProportionalSampler(12), ndim=2, lanes=3)
+        lanes = torch.tensor([0, 2, 2, 0, 2])
+        rb.storage.advance(Write(numbered_rows(5), lanes=lanes))
+        return rb
+
+    rb = fill()
+    with forced("torch"):
+        other = fill()
+    both = (each.chronological(flat=True) for each in (rb, other))
+    assert_same(*both)
+    batch = rb.sample()
+    assert batch["sampled_at"].max() < 3
+    batch["td_error"] = torch.arange(8.0)
+    rb.update_tensordict_priority(batch)
+    rb.sampler.rule.check()
+
+
+def test_rows_beyond_two_gibibytes_are_found(tmp_path):
+    from rlbuf_td.kernels.rows.triton import RowWords
+
+    # a file with holes; the tensor is its begin, and the kernel reads behind it
+    row_bytes, cell = 1 << 20, 3000
+    memory = np.memmap(tmp_path / "rows", np.uint8, "w+", shape=(cell + 1) * row_bytes)
+    memory[cell * row_bytes : cell * row_bytes + 8] = range(8)
+    words = RowWords(np.array([(0, 8)]), CPU)
+    rows = torch.from_numpy(memory[:16]).as_strided((1, 8), (row_bytes, 1))
+
+    class Rows:
+        """Claims to have all rows."""
+
+        shape = cell + 1, 8
+        device = CPU
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(rows, name)
+
+    block = words.read(Rows(), torch.tensor([cell]))  # pyrefly: ignore [bad-argument-type]
+    assert block[:8].tolist() == [*range(8)]
+
+
+def uniforms(generator: torch.Generator, count: int) -> torch.Tensor:
+    """Return the random numbers of a draw."""
+    return uniform_rows(count, 2**53, generator, CPU).to(torch.float64) / 2**53
+
+
+def tree_of(weight: torch.Tensor) -> SumTree:
+    tree = SumTree.empty(len(weight))
+    tree.weight[: len(weight)] = weight
+    set_blocks_(tree.blocks, tree.weight)
+    return tree
+
+
+SIZES = [1, 1023, 1024, 2500]
+
+
+@pytest.mark.parametrize(
+    ("size", "stratified", "norm"),
+    [
+        (size, stratified, ("buffer", "batch", None)[(i + stratified) % 3])
+        for (i, size), stratified in product(enumerate(SIZES), (False, True))
+    ],
+)
+def test_a_draw_is_that_of_cumulative_sums(size, stratified, norm):
+    """One row, blocks that are full and that are not, and weights of 0 among and around
+    the others."""
+    weight = (torch.rand(size) - 0.5).clamp(min=0.0)
+    weight[-1] = 1.0 if size == 1 else 0.0
+    tree, batch = tree_of(weight), 4
+    generator = torch.Generator().manual_seed(size)
+    law = law_of(batch, stratified, 0.7, norm)
+    how: dict[str, Any] = {"generator": generator, "serials": None}
+    flat, importance, _ = launch_draw(tree, batch, law, size, **how)
+    sums = weight.cumsum(0, dtype=torch.float64)
+    uniform = uniforms(generator.manual_seed(size), batch)
+    mass = masses(uniform, sums[-1], stratified)
+    assert torch.equal(flat, torch.searchsorted(sums, mass, right=True))
+    chosen = weight[flat].to(torch.float64)
+    least = {
+        "buffer": weight[weight > 0].min(),
+        "batch": chosen.min(),
+        None: sums[-1] / size,
+    }
+    wanted = (chosen / least[norm]).pow(-0.7).to(torch.float32)
+    torch.testing.assert_close(importance, wanted, rtol=1e-6, atol=0.0)
+
+
+def test_a_draw_finds_its_block_among_thousands():
+    weight = torch.zeros(1024 * 1030)
+    rows = torch.tensor([5, 1024 * 1023 + 7, 1024 * 1024, 1024 * 1029 + 1023])
+    weight[rows] = 1.0
+    law = law_of(4, True, 0.5, "buffer")
+    how: dict[str, Any] = {"generator": None, "serials": None}
+    flat, importance, _ = launch_draw(tree_of(weight), 4, law, len(weight), **how)
+    assert torch.equal(flat.sort().values, rows)
+    assert importance.tolist() == [1.0] * 4
+
+
+def test_no_weight_at_all_draws_finite_numbers():
+    law = law_of(2, True, 0.5, "buffer")
+    how: dict[str, Any] = {"generator": None, "serials": None}
+    flat, importance, _ = launch_draw(tree_of(torch.zeros(5)), 2, law, 5, **how)
+    assert flat.tolist() == [0, 0]
+    assert importance.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_updates_are_those_of_torch(alpha, dtype):
+    """Repeated rows, rows that are gone, rows out of range, -1, NaN and infinity."""
+    index = torch.tensor([3, 3, -1, 59, 7, 7, 900, 12, 13, 3, 7, 20])
+    td_error = torch.tensor(
+        [1, -2, 9, 0.5, 4, torch.nan, 8, torch.inf, -0.0, 0.25, 9, 3], dtype=dtype
+    )
+
+    def update() -> ReplayBuffer:
+        sampler = ProportionalSampler(60, alpha=alpha, min_priority=0.3)
+        rb = buffer(60, sampler)
+        rb.extend(numbered_rows(60))
+        stamps = rb.storage.stamps(index.clamp(0, 59))
+        rb.extend(numbered_rows(10, 60))  # rows 0 to 9 are others now
+        stamps[9] = 63  # of the new row
+        data = {"index": index, "td_error": td_error, "sampled_at": stamps}
+        rb.update_tensordict_priority(TensorDict(data, [12]))
+        rb.update_priority(index[:2], td_error[:2])
+        sampler.rule.check()
+        return rb
+
+    rb = update()
+    with forced("torch"):
+        other = update()
+    every = torch.arange(60)
+    torch.testing.assert_close(
+        rb.sampler.priority(every), other.sampler.priority(every), rtol=0, atol=0
+    )
+    weights = (each.sampler.tree.weight[:60] for each in (rb, other))
+    torch.testing.assert_close(*weights, rtol=2.0**-23, atol=0.0)
+    for name in ("refused_priorities", "stale_updates"):
+        assert rb.health()[name] == other.health()[name]
+    assert rb.sampler.default_priority == other.sampler.default_priority
+
+
+def test_draws_follow_from_the_generator_and_its_state():
+    rb = buffer(50, ProportionalSampler(50))
+    rb.extend(numbered_rows(50))
+    state, batches = rb.state_dict(), []
+    for _ in range(2):
+        rb.set_rng(torch.Generator().manual_seed(3))
+        batches.append(rb.sample())
+    assert_same(*batches)
+    torch.manual_seed(4)
+    rb.set_rng(None)
+    before = rb.sample()
+    torch.manual_seed(4)
+    rb.load_state_dict(state)
+    assert torch.equal(rb.sample()["index"], before["index"])
+
+
+def test_settings_may_change_and_a_copy_goes_on():
+    from copy import deepcopy
+
+    rb = buffer(30, ProportionalSampler(30))
+    rb.extend(numbered_rows(30))
+    rb.update_priority(torch.arange(30), torch.arange(30.0))
+    rb.sampler.alpha, rb.sampler.beta = 0.9, 1.0
+    batch = rb.sample()
+    rb.sampler.rule.check()
+    copy = deepcopy(rb)
+    copy.extend(numbered_rows(3))
+    copy.sample()
+    copy.sampler.rule.check()
+    rb.empty()
+    rb.extend(numbered_rows(4))
+    rb.sampler.rule.check()
+    assert batch["priority_weight"].max() <= 1.0
+    assert rb.sample()["index"].max() < 4
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("rows", [1, 7, 35])
+def test_n_step_transitions_are_those_of_torch(rows, lanes):
+    """One row per lane, and rings that wrap; the newest episode goes on."""
+    options = {} if lanes == 1 else {"ndim": 2, "lanes": lanes}
+    steps = min(2 * rows, 50)
+    cells = torch.arange(steps * lanes)
+
+    def joined() -> TensorDict:
+        sampler = NStepSampler(UniformSampler(), 3, 0.9)
+        rb = buffer(50 * lanes, sampler, **options)
+        for start in (0, rows):
+            data = numbered_rows(rows * lanes, start * lanes)
+            rb.extend(data if lanes == 1 else data.view(lanes, rows))
+        rb.sample()
+        return sampler._summed(rb.storage, None, cells, None)
+
+    batch = joined()
+    with forced("torch"):
+        assert_same(batch, joined())
+
+
+def test_a_buffer_says_which_calls_have_kernels():
+    wanted = {
+        "add, extend, sample": NStepSampler(UniformSampler(), 2, 0.9),
+        "add, extend, sample, update_tensordict_priority": ProportionalSampler(9),
+        "add, extend; not sample: a RankSampler works with torch on cpu; not update_tensordict_priority: "
+        "a RankSampler updates priorities with torch on cpu": RankSampler(9),
+        "add, extend; not sample: a SequenceSampler works with torch on cpu": SequenceSampler(
+            UniformSampler(), 2
+        ),
+    }
+
+    for words, sampler in wanted.items():
+        rb = buffer(9, sampler)
+        rb.extend(numbered_rows(9))
+        rb.sample()
+        assert rb.compiled == words
+
+
+def test_calls_start_few_operations():
+    samplers = {**benchmark.SAMPLERS}
+    samplers.pop("by rank")
+    counts = {
+        what: count for what, count, _ in benchmark.counts_of(50, 8, "cpu", samplers)
+    }
+    assert counts == {
+        "uniform, extend by 8": 2,
+        "uniform, sample": 2,
+        "proportional, extend by 8": 3,
+        "proportional, sample": 2,
+        "proportional, update priorities": 3,
+        "3-step, extend by 8": 2,
+        "3-step, sample": 5,
+    }
+
+
+def test_uniform_draws_follow_the_law():
+    counts = uniform_rows(20_000, 11, None, CPU).bincount(minlength=11)
+    assert_follows(counts, [1 / 11] * 11)
+    assert uniform_rows(3, 2**40, None, CPU).max() > 2**32
+
+
+@pytest.mark.slow
+def test_proportional_draws_follow_the_law():
+    weight = torch.tensor([1.0, 0.0, 3.0, 2.0, 0.5, 1.5])
+    law = law_of(600, False, 0.5, None)
+    how: dict[str, Any] = {"generator": None, "serials": None}
+    flat, _, _ = launch_draw(tree_of(weight), 600, law, 6, **how)
+    assert_follows(flat.bincount(minlength=6), weight.double() / weight.sum())
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlbuf_td.kernels.draws import triton as draws
+from rlbuf_td.kernels.rows import triton as rows
+from rlbuf_td.kernels.sum_tree import triton as tree
+from rlbuf_td.kernels.wrappers import triton as wrappers
+
+POINTERS = {
+    "out": "*i64", "rows": "*fp32", "cells": "*i64", "table": "*i32", "weight": "*fp32",
+    "leaves": "*i64", "blocks": "*fp64", "flat": "*i64", "importance": "*fp32",
+    "stamp": "*i64", "magnitude": "*fp32", "index": "*i64", "td_error": "*fp32",
+    "largest": "*fp32", "refused": "*i64", "stale": "*i64", "numbers": "*i32",
+    "ends": "*i64", "taken": "*i64", "totals": "*fp32",
+}
+SIZES = {"DRAWS": 256, "ROWS": 32, "WORDS": 128, "OTHERS": 256, "BLOCK": 1024, "NORM": 0}
+SIZES["SIZE"] = 4
+of_tree = tree._draw, tree._set, tree._enter, tree._sum
+for kernel in draws._draw, rows._move, wrappers._sum, *of_tree:
+    for flag in True, False:
+        kinds, constants = {}, {}
+        for parameter in kernel.params:
+            name = parameter.name
+            if parameter.is_constexpr:
+                kinds[name], constants[name] = "constexpr", SIZES.get(name, flag)
+            else:
+                kinds[name] = parameter.annotation_type or POINTERS[name]
+        source = ASTSource(kernel, kinds, constexprs=constants)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    subprocess.run([sys.executable, "-c", COMPILE], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "recipe", "ndim", "fill"),
+    [
+        ("uniform", "plain", 1, "wrapped"),
+        ("uniform", "n-step", 2, "wrapped"),
+        ("uniform", "sequence over n-step", 1, "filling"),
+        ("rank", "n-step over hindsight", 2, "full"),
+        ("proportional", "n-step", 2, "wrapped"),
+        ("floored", "plain", 1, "full"),
+    ],
+)
+def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill):
+    composition.check(kind, composition.RECIPES[recipe], ndim, fill, "ours")
