@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from math import ceil, inf, isfinite
+from typing import TYPE_CHECKING
 
 from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.storages.checks import State, number, whole
-from rlbuf_td.storages.numbers import Planned, SharedNumbers
+from rlbuf_td.storages.numbers import SharedNumbers
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages import PackedStorage
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = (
     range(8)
@@ -30,9 +34,7 @@ class FlowControl:
     largest write so far.
 
     The counts start again when the rows are removed or replaced: :meth:`restart`. Rows
-    that are written by other means than the buffer with this flow control (another
-    buffer over the same storage, for example) count as written, and as sampled as often
-    as the target asks.
+    that another buffer writes to the same storage count as written.
 
     Source: Cassirer et al., Reverb, 2021, section 3.4.
     """
@@ -69,9 +71,11 @@ class FlowControl:
             min_size,
             tolerance,
         )
-        self._numbers = SharedNumbers("q", [0] * 8 + [-1, 0])
-        # the number of rows written
-        self.inserts = Planned(self._numbers, _INSERTED, 8)
+        #: The rows that it counts from when they are published; None: it counts only
+        # what it is told.
+        self.storage: PackedStorage | None = None
+        # at `_INSERTED`: what to add to the number of rows written to the storage
+        self._numbers = SharedNumbers("q", [0] * 8)
 
     @property
     def tolerance(self) -> float:
@@ -101,31 +105,32 @@ class FlowControl:
     def admits_sample(self, rows: int) -> bool:
         """Return whether a batch would be admitted, without counting it."""
         self.refuse_endless(rows, rows, "a batch")
-        inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
+        inserted, sampled = self.inserted, self._numbers[_SAMPLED]
         if inserted < max(1, self.min_size):
             return False
         return self._excess(sampled + rows, inserted) <= self._tolerance_for(rows)
 
-    def admit_insert(self, rows: int, publication: int | None = None) -> bool:
-        """Return whether a write is admitted; if it is, count its rows, or, with
-        :attr:`Ring.publication`, plan to."""
+    def admit_insert(self, rows: int) -> bool:
+        """Return whether a write is admitted; if it is, count its rows."""
+        is_admitted = self.admits_insert(rows)
+        if is_admitted:
+            self.count_inserts(rows)
+        return is_admitted
+
+    def admits_insert(self, rows: int) -> bool:
+        """Return whether a write is admitted, without counting it."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
-        numbers = self._numbers
-        inserted = numbers[_INSERTED] + rows
-        if (
-            inserted > self.min_size
-            and -self._excess(numbers[_SAMPLED], inserted) > self.tolerance
-        ):
-            return False
-        if publication is None:
-            numbers[_INSERTED] = inserted
-        else:
-            self.inserts.plan(publication, inserted)
-        return True
+        inserted = self.inserted + rows
+        excess = -self._excess(self._numbers[_SAMPLED], inserted)
+        return inserted <= self.min_size or excess <= self.tolerance
+
+    def count_inserts(self, rows: int) -> None:
+        """Count ``rows`` rows, which are not in the storage, as written."""
+        self._numbers[_INSERTED] += rows
 
     def why_no_batch(self, rows: int) -> str:
         """Return in one sentence why a batch of ``rows`` rows is not admitted now."""
-        inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
+        inserted, sampled = self.inserted, self._numbers[_SAMPLED]
         if not inserted:
             return "the buffer is empty" + (
                 f", and min_size={self.min_size}" if self.min_size else ""
@@ -140,7 +145,7 @@ class FlowControl:
         """Return in one sentence why a write of ``rows`` rows is not admitted now, and
         what to do."""
         excess = (
-            -self._excess(self._numbers[_SAMPLED], self._numbers[_INSERTED] + rows)
+            -self._excess(self._numbers[_SAMPLED], self.inserted + rows)
             - self.tolerance
         )
         missing = f"it is admitted when {max(1, ceil(excess))} more rows are sampled"
@@ -150,7 +155,7 @@ class FlowControl:
         return f"{self._counts()}; {missing}. {remedy}`while rb.can_sample(): batch = rb.sample()`"
 
     def _counts(self) -> str:
-        inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
+        inserted, sampled = self.inserted, self._numbers[_SAMPLED]
         settings = f"samples_per_insert={self.samples_per_insert:g}, min_size={self.min_size}, "
         return f"{inserted} rows were written and {sampled} sampled, with {settings}tolerance={self.tolerance:g}"
 
@@ -181,29 +186,17 @@ class FlowControl:
         """Count ``rows`` as all that was written so far, and sampled as often as the
         target ratio asks."""
         numbers = self._numbers
-        self.inserts.forget()
-        numbers[_INSERTED], numbers[_SAMPLED] = rows, self._target(rows)
+        numbers[_INSERTED] = rows - self._written
+        numbers[_SAMPLED] = max(
+            0, int((self.samples_per_insert or 0.0) * (rows - self.min_size))
+        )
         numbers[_EPOCH] += 1
 
     def agree(self, stored: int) -> None:
-        """Correct the counts if other means than this buffer have removed all rows or
-        written some.
-
-        ``stored`` is the number of rows in the storage.
-        """
-        numbers = self._numbers
-        if stored > numbers[_INSERTED]:
-            numbers[_INSERTED], numbers[_SAMPLED] = (
-                stored,
-                max(numbers[_SAMPLED], self._target(stored)),
-            )
-        elif not stored and numbers[_INSERTED]:
-            self.restart(0)
-
-    def _target(self, inserted: int) -> int:
-        return max(
-            0, int((self.samples_per_insert or 0.0) * (inserted - self.min_size))
-        )
+        """Begin to count, or begin again if another process has removed all rows;
+        ``stored`` is the number of rows in the storage."""
+        if not self._numbers[_EPOCH] or (self.inserted and not stored):
+            self.restart(stored)
 
     @property
     def epoch(self) -> int:
@@ -212,7 +205,12 @@ class FlowControl:
 
     @property
     def inserted(self) -> int:
-        return self._numbers[_INSERTED]
+        """The number of rows written."""
+        return self._written + self._numbers[_INSERTED]
+
+    @property
+    def _written(self) -> int:
+        return 0 if self.storage is None else self.storage.ring.rows_written
 
     def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
         """Subtract the rows of a failed batch or write, unless the counts have
@@ -232,9 +230,8 @@ class FlowControl:
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
-        inserted, sampled, _, _, sample_waits, insert_waits, *_ = map(
-            float, self._numbers
-        )
+        _, sampled, _, _, sample_waits, insert_waits, *_ = map(float, self._numbers)
+        inserted = float(self.inserted)
         counts = {
             "inserts": inserted,
             "samples": sampled,
@@ -247,7 +244,7 @@ class FlowControl:
             "samples_per_insert": self.samples_per_insert,
             "min_size": self.min_size,
         }
-        return settings | {"counts": [*self._numbers][:_SAVED]}
+        return settings | {"counts": [self.inserted, *self._numbers.values[1:_SAVED]]}
 
     def refuse_state(self, state: object) -> None:
         """Raise a ValueError if ``state`` is neither None nor a result of
@@ -274,9 +271,9 @@ class FlowControl:
             "counts": []
         }:
             return self.restart(rows)
-        self.inserts.forget()
         for position, count in enumerate(state["counts"]):
             self._numbers[position] = count
+        self._numbers[_INSERTED] -= self._written
         self._numbers[_EPOCH] += 1
 
 

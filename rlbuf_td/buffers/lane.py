@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.storages.checks import whole
-from rlbuf_td.storages.writes import Beginning
+from rlbuf_td.storages.writes import TakenLane
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -73,7 +73,8 @@ class Lane:
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
         """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""
-        lane = self.number if self._process == os.getpid() else Beginning(self.number)
+        has_written = self._process == os.getpid()
+        lane = self.number if has_written else TakenLane(self.number)
         index = self.buffer.extend(data, lanes=lane)
         self._process = os.getpid()
         return index

@@ -116,7 +116,7 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Listener, Recovers
+from rlbuf_td.storages.listeners import Listener, Stage
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
@@ -127,8 +127,7 @@ from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, wa
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.tensordict_fast import plain_entries
 from rlbuf_td.storages.write_plan import CompiledWrites
-from rlbuf_td.storages.write_plan import Record as WriteRecord
-from rlbuf_td.storages.writes import refuse_shape, stacked
+from rlbuf_td.storages.writes import Record, Write, refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -149,7 +148,7 @@ _NO_SIZE = "batch_size not specified: pass it to the buffer or to sample"
 _MOST_SIZES = 8  # batch sizes whose plans are kept
 
 
-class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
+class ReplayBuffer(TensorDictReplayBuffer, Listener):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``.
@@ -578,7 +577,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             parts = self._connect()
             if self.lane_key is not None and (fault := parts.fault_of_lanes):
                 raise TypeError(f"lane_key= {fault}")
-            self._continue_ring()
             if self.shared or self._storage.shared:
                 self.share()
         except Exception:
@@ -597,17 +595,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
     def _get_collate_fn(self, collate_fn: Callable[..., object] | None) -> None:
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
-
-    def _continue_ring(self) -> None:
-        """Let a ring writer that has not written yet continue the count of an earlier
-        process."""
-        writer, shared_rows = self._writer, self._storage.shared_rows
-        is_new = type(writer) is RingWriter and not torchrl_parts.write_count_of(writer)
-        if is_new and shared_rows is not None and shared_rows.of_writer is not None:
-            writer.count_in(shared_rows.of_writer)
-            with self._storage.lock:  # the earlier process may have died in a write
-                writer.planned.settle(self._storage.ring.publication)
-            shared_rows.of_writer = None
 
     def _refuse_second_priorities(
         self, storage: PackedStorage, sampler: Sampler
@@ -646,6 +633,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         if self._copies_batches:
             refuse_copies(parts)
         self.parts = parts
+        if self.flow is not None:
+            self.flow.storage = self._storage
         if parts.prioritized is not None:
             parts.prioritized.priorities.move_to(parts.storage)
             missing = (
@@ -1231,13 +1220,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
 
         The block holds the buffer's lock, so that no other thread or process finds rows
-        that are counted and not written. If the block raises an error, or the process
-        dies, its rows count if they are there.
+        that are counted and not written. Rows count when they are there; if the block
+        raises no error, those that a writer or a transform left out count, too.
         """
 
         def admit() -> bool:
             flow.agree(row_count(self.storage))
-            return flow.admit_insert(rows, self.storage.ring.publication)
+            return flow.admits_insert(rows)
 
         count_wait, reason = (
             partial(flow.count_wait, of_sample=False),
@@ -1246,12 +1235,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         with waiting.admitted(
             admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8
         ):
-            try:
-                yield
-                flow.inserts.take()
-            except BaseException:
-                flow.inserts.settle(self.storage.ring.publication)
-                raise
+            inserted = flow.inserted + rows
+            yield
+            flow.count_inserts(inserted - flow.inserted)
 
     def _write_and_count(
         self, data: TensorDictBase, how: str, update_priority: bool, lanes: object
@@ -1284,7 +1270,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             stats.record(steps, None if lanes is None else index[:, 1])
         return index
 
-    def _record_for(self, data: TensorDictBase, how: str) -> WriteRecord | None:
+    def _record_for(self, data: TensorDictBase, how: str) -> Record | None:
         """Return how compiled writes count the data in statistics; None if its columns
         must be converted first."""
         parts, stats = self.parts, self.episode_stats
@@ -1324,7 +1310,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
         how: str,
         update_priority: bool,
         lanes: object,
-        record: WriteRecord | None = None,
+        record: Record | None = None,
     ) -> Any:
         """Check and transform the data, let the writer write it, and tell the sampler.
 
@@ -1383,13 +1369,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     parts.prioritized.reduction,
                 )
             if is_direct:
-                index = writer.write(
+                write = Write(
                     data,
-                    single=how == "add",
+                    is_single=how == "add",
                     lanes=lanes,
                     lanes_first=time_dim == 1,
                     record=record,
                 )
+                index = writer.write(write)
             else:
                 index = (
                     getattr(writer, how)(data)
@@ -1460,19 +1447,19 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             refuse_errors(td_error)
         return td_error
 
-    def _stage_of_writes(self) -> tuple[Any, Any] | bool:
+    def _stage_of_writes(self) -> Stage:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""
         parts = self.parts
         if parts is None:
-            return True
+            return Stage()
         sampler = parts.prioritized
         if sampler is not None:
             entry_loop = compiled_form(sampler, "entry_loop", "mark_update")
             loop = None if entry_loop is None else entry_loop()
             if loop is not None:
                 sampler.priorities.move_to(parts.storage)
-                return sampler.priorities, loop
-        return has_own(parts.sampler, "mark_update", Sampler.mark_update)
+                return Stage(True, sampler.priorities, loop)
+        return Stage(has_own(parts.sampler, "mark_update", Sampler.mark_update))
 
     def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
         """Add trajectory ids of 0 to data without ids if the rows have an entry for
@@ -1633,13 +1620,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.edit_entries(
                 flat, {key: value[kept] for key, value in values.items()}
             )
-            episodes = storage.episodes
-            if (
-                episodes is not None
-                and {*episodes.flags, episodes.id_key} & values.keys()
-            ):
-                # data derived from these entries is then computed again
-                torchrl_parts.count_change(storage)
         return len(flat)
 
     def set_at_(self, key: NestedKey, value: object, index: object) -> Self:
@@ -1870,8 +1850,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
 
     @property
     def write_count(self) -> int:  # pyrefly: ignore [bad-override]
-        """The number of rows written so far, by :meth:`add`, :meth:`extend` and single
-        lanes; :meth:`empty` sets it to 0.
+        """The number of rows written to the storage so far, by any of its buffers;
+        :meth:`empty` sets it to 0.
 
         Writers of TorchRL count time steps instead, as they do in its buffers.
         """
@@ -2182,12 +2162,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             storage.release()
             storage.reserve(complete)
 
-    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
-        """Count what was written, after a process died or a thread was interrupted; the
-        storage calls this method."""
-        if self.flow is not None:
-            self.flow.inserts.settle(storage.ring.publication)
-
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.
 
@@ -2286,9 +2260,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
                     self._writer, storage.ring.cursor if storage.ring.together else 0
                 )
             torchrl_parts.empty_part(self._sampler)
+            self._connect(default_priorities=True)
             if self.flow is not None:
                 self.flow.restart(row_count(storage))
-            self._connect(default_priorities=True)
         return previous
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
@@ -2326,7 +2300,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener, Recovers):
             # refuses before the old writer is replaced
             writer.register_storage(self._storage)
             previous = super().set_writer(writer)
-            self._continue_ring()
             self._connect()
             return previous
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.torchrl_parts import modules_of
 from rlbuf_td.storages.write_plan import CompiledWrites, StagedRows, WritePlan
-from rlbuf_td.storages.writes import Beginning
+from rlbuf_td.storages.writes import TakenLane
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -80,8 +80,7 @@ class StepWriter:
             ):
                 if lanes is not None:
                     staged, count = self._some, self._choose_rows(lanes)
-                planned = buffer.parts.writer.planned
-                if plan.write_staged(storage, staged, count, planned):
+                if plan.write_staged(storage, staged, count):
                     if self._restarts:
                         buffer.parts.sampler.add(None)
                     return
@@ -126,7 +125,7 @@ class StepWriter:
 
     def begin(self, buffer: ReplayBuffer) -> None:
         """Write the step to the lane, which another actor takes over with it."""
-        lane = Beginning(self.lane or 0)
+        lane = TakenLane(self.lane or 0)
         buffer.extend(self._rows_for(buffer), lanes=lane)
 
     def _write_rows(self, buffer: ReplayBuffer, lanes: np.ndarray | None) -> None:

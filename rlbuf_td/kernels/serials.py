@@ -13,12 +13,17 @@ TAIL, WRITTEN, FOLLOWING = range(3)
 # ``written`` before the write; and : the row with the serials up to which episodes have
 # been noted, where these are computed later (otherwise -1).
 AFTER, BEFORE, NOTED = 4, 8, 9
-#: The last words of the block: on how many rows a writer called its value network; of
-# which `PUBLICATION` the rows have the estimates that this writer adds, see
-# :class:`~rlbuf_td.writers.RolloutWriter`; how often rows have changed; what a look-up
-# of episodes must do before, see :mod:`rlbuf_td.storages.episodes`; how far a write has
-# come; how often rows have been published or given up; and this number after the write.
+#: The last words of the block: how many rows were ever written, and this number after
+# the write; how many of them ``Ring.write_count`` leaves out; on how many rows a writer
+# called its value network; of which `PUBLICATION` the rows have the estimates that this
+# writer adds, see :class:`~rlbuf_td.writers.RolloutWriter`; how often rows have changed;
+# what a look-up of episodes must do before, see :mod:`rlbuf_td.storages.episodes`; how
+# far a write has come; how often rows have been published or given up; and this number
+# after the write.
 (
+    ROWS_WRITTEN,
+    NEXT_ROWS_WRITTEN,
+    UNCOUNTED,
     VALUE_ROWS,
     ESTIMATED,
     REVISION,
@@ -26,7 +31,7 @@ AFTER, BEFORE, NOTED = 4, 8, 9
     DIRTY,
     PUBLICATION,
     NEXT_PUBLICATION,
-) = range(-7, 0)
+) = range(-10, 0)
 #: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are
 #: live, but who is told of them may not know.
 IDLE, WRITING, PUBLISHED = range(3)
@@ -43,4 +48,4 @@ class Serials(NamedTuple):
 
 def block_size(lanes: int) -> int:
     """Return how many numbers the block of a ring of ``lanes`` lanes has."""
-    return (NOTED + 1) * lanes - VALUE_ROWS
+    return (NOTED + 1) * lanes - ROWS_WRITTEN

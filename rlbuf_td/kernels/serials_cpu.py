@@ -10,13 +10,16 @@ from rlbuf_td.kernels.serials import (
     BEFORE,
     DIRTY,
     NEXT_PUBLICATION,
-    NOTED,
+    NEXT_ROWS_WRITTEN,
     PUBLICATION,
+    ROWS_WRITTEN,
     TAIL,
-    VALUE_ROWS,
     WRITING,
     WRITTEN,
+    block_size,
 )
+
+_block_size = inlined(block_size)
 
 
 @inlined
@@ -28,7 +31,7 @@ def head_at(address, lanes):
 @inlined
 def block_at(address, lanes):
     """Return all numbers of a ring."""
-    return carray(pointer(address), (NOTED + 1) * lanes - VALUE_ROWS, np.int64)
+    return carray(pointer(address), _block_size(lanes), np.int64)
 
 
 @inlined
@@ -56,6 +59,7 @@ def begin_write(block, lanes, steps, more):
         block[BEFORE * lanes + e] = block[written]
         block[after + written] += more[e]
         block[after + tail] = max(block[tail], block[after + written] - steps)
+    block[NEXT_ROWS_WRITTEN] = block[ROWS_WRITTEN] + more.sum()
     block[NEXT_PUBLICATION] = block[PUBLICATION] + 1
     barrier()
     block[DIRTY] = WRITING

@@ -36,7 +36,7 @@ rows that have been overwritten since sampling. Read ``ring.py``.
 protects these rows, and the system releases the lock if its holder dies. A write makes
 its rows visible at its end, so that there is nothing to undo: the next holder of the
 lock finds the rows that were there, or the new ones, and builds again what is derived
-from them. Read :meth:`PackedStorage.publish`, ``lock.py`` and ``processes.py``.
+from them. Read :meth:`PackedStorage.advance`, ``lock.py`` and ``processes.py``.
 
 **Who owns whom.** A buffer owns its storage, and a storage owns what is attached to it.
 In the other direction there are only weak references, so that ``del rb`` frees memory,

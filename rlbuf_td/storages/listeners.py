@@ -8,7 +8,7 @@ cycle, ``del rb`` frees rows and files at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 
 class Recovers:
-    """Base of buffers, samplers and writers that keep what follows from the rows of a
+    """Base of samplers and writers that keep what follows from the rows of a
     storage."""
 
     def recover(self, storage: PackedStorage, new: Tensor) -> None:
@@ -59,6 +59,14 @@ class Completes:
         raise NotImplementedError
 
 
+class Stage(NamedTuple):
+    """What a compiled write does for a listener."""
+
+    is_told: bool = True  # unless `loop` does all, whether `mark_update` is called
+    priorities: Any = None  # of new rows
+    loop: Any = None  # the compiled function that sets them
+
+
 class Listener:
     """Base of the objects of this package that are attached to a storage: what the
     storage calls.
@@ -75,13 +83,9 @@ class Listener:
         which a kernel has written."""
         self.mark_update(index)
 
-    def _stage_of_writes(self) -> tuple[Any, Any] | bool:
-        """Return the priorities of new rows and the compiled function that sets them,
-        which a write can call.
-
-        If there is none, return whether ``mark_update`` must be called after a write.
-        """
-        return False
+    def _stage_of_writes(self) -> Stage:
+        """Return what a write does for this object."""
+        return Stage(is_told=False)
 
     def _refuse_schema(self, layout: RowLayout) -> None:
         """Raise a SchemaError if rows of this layout, which have not been allocated

@@ -77,52 +77,6 @@ class SharedNumbers:
             self.keep_in(*place, found=True)
 
 
-class Planned:
-    """A number that changes together with the rows of a storage.
-
-    A write plans it first. After a write that did not end, it has changed if the rows
-    are there. The caller holds the storage's lock.
-
-    Args:
-        numbers: hold the number at ``position``; and, from ``plan_position`` on,
-            :attr:`Ring.publication` before the write (-1: nothing is planned) and the
-            planned number.
-    """
-
-    def __init__(
-        self, numbers: SharedNumbers, position: int, plan_position: int
-    ) -> None:
-        self.numbers, self._now, self._publication = numbers, position, plan_position
-        self._after = plan_position + 1
-
-    def plan(self, publication: int, after: int) -> None:
-        """Plan the number after a write that begins now."""
-        self.numbers[self._after] = after
-        self.numbers[self._publication] = publication  # last
-
-    def plan_more(self, publication: int, more: int) -> None:
-        """Plan to add to the number."""
-        self.plan(publication, self.numbers[self._now] + more)
-
-    def take(self) -> None:
-        """Change the number to the planned one, if there is one."""
-        if self.numbers[self._publication] != -1:
-            self.numbers[self._now] = self.numbers[self._after]
-            self.numbers[self._publication] = -1
-
-    def forget(self) -> None:
-        """Plan nothing."""
-        self.numbers[self._publication] = -1
-
-    def settle(self, publication: int) -> None:
-        """Take the planned number if the write has been published, otherwise forget
-        it."""
-        if self.numbers[self._publication] == publication:
-            self.forget()
-        else:
-            self.take()
-
-
 class SharedCounter:
     """A count that processes can share."""
 

@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -28,7 +28,12 @@ from rlbuf_td.kernels.dispatch import (
     untraced,
 )
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
-from rlbuf_td.kernels.serials import EPISODES_DUE, REVISION, WRITTEN
+from rlbuf_td.kernels.serials import (
+    EPISODES_DUE,
+    REVISION,
+    ROWS_WRITTEN,
+    UNCOUNTED,
+)
 from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
@@ -60,7 +65,6 @@ from rlbuf_td.storages.memory import (
     delete_rows_file,
 )
 from rlbuf_td.storages.memory_budget import SHARED, require_room
-from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
@@ -79,14 +83,14 @@ from rlbuf_td.storages.schema import (
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, take_other_rows
 from rlbuf_td.storages.write_plan import (
     CompiledWrites,
-    Record,
     TorchWrites,
     WritePlan,
     refuse_lanes,
     unwritable,
 )
 from rlbuf_td.storages.writes import (
-    Beginning,
+    TakenLane,
+    Write,
     as_index,
     as_lanes,
     as_steps,
@@ -757,146 +761,72 @@ class PackedStorage(LazyTensorStorage):
             raise IndexError(f"step {step} of lane {lane} {what}; {_DRAWN}")
 
     @untraced("writes change numbers that no graph knows, and call compiled loops")
-    def advance(
-        self,
-        data: object,
-        counts: Planned | None = None,
-        *,
-        single: bool = False,
-        lanes: Any = None,
-        lanes_first: bool = False,
-        begins_anew: bool = False,
-        tells: bool = True,
-        record: Record | None = None,
-    ) -> Any:
+    def advance(self, write: Write) -> Any:
         """Write rows after the newest ones, which replace the oldest; return their
         index, ``[n]`` or ``[n * E, ndim]``.
 
-        If there are more rows than slots, the last ones are stored.
-
-        Args:
-            data: time steps ``[n, *lanes]``; or rows ``[n]`` of single ``lanes``.
-            counts: the number of rows that a writer has written.
-            single: whether ``data`` is one time step ``[*lanes]``.
-            lanes: the lane of each row, ``[n]`` integers, those of a lane in time
-                order; or one lane for all rows.
-            lanes_first: whether ``data`` is ``[E, n]``.
-            begins_anew: remove the rows so far.
-            tells: whether the buffers of the storage are told of the rows.
-            record: see ``WritePlan.write``.
+        If there are more rows than slots, the last ones are stored. If the process dies,
+        or the thread is interrupted, the rows are written or missing as a whole; the
+        rows that they were about to replace may be gone.
 
         Raises:
-            SchemaError: ``data`` does not match the rows; nothing has been written.
+            SchemaError: the data does not match the rows; nothing has been written.
             ValueError: ``ndim`` is not 2, the number of lanes is not known yet, shapes
                 do not fit, or there is no row.
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
-        ndim = self.ndim
-        if type(data) is not TensorDict:
-            data = self.as_rows(data, 1 if lanes is not None else ndim - single)
+        lanes, lanes_first = write.lanes, write.lanes_first
+        if type(write.data) is not TensorDict:
+            data = self.as_rows(write.data, self._lead_dims(write))
+            write = write._replace(data=data)
         with self.lock:
-            size, lane = data.batch_size, None
-            if len(size) <= lanes_first and not single:
-                refuse_shape(data, 1 if lanes is not None else ndim)
-            count = 1 if single else size[lanes_first]
+            size = write.data.batch_size
+            if len(size) <= lanes_first and not write.is_single:
+                refuse_shape(write.data, self._lead_dims(write))
+            count = 1 if write.is_single else size[lanes_first]
             if not count:
                 raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
             if plan is None or plan.changes != plan.listeners.changes:
-                plan = self._plan_writes(data, single, lanes, lanes_first)
-            own = plan.rows.lanes
+                plan = self._plan_writes(write)
+            lead = plan.rows.lanes
             if lanes is not None:
-                lane, lead = as_lanes(lanes, count), size[:1]
-            elif single:
-                lead = own
+                write = write._replace(lanes=as_lanes(lanes, count))
+                lead = size[:1]
             elif lanes_first:
-                lead = own + size[1:2]
-            else:
-                lead = size[:1] + own
-            if begins_anew or type(lanes) is Beginning:
+                lead += size[1:2]
+            elif not write.is_single:
+                lead = size[:1] + lead
+            if write.begins_anew or type(lanes) is TakenLane:
                 # refuses the data before anything changes
-                plan.rows.layout.collect(data, lead)
-                if begins_anew:
-                    if self.episodes is not None:
-                        self.episodes.catch_up()
-                    self.ring.empty()
-                    plan.rows.forget()
-                elif self.episodes is not None:  # another actor takes the lane over
-                    self.episodes.end(lanes)
-            return plan.write(
-                self,
-                data,
-                lead,
-                count,
-                lane,
-                lanes_first,
-                single,
-                counts,
-                tells,
-                record,
-            )
+                plan.rows.layout.collect(write.data, lead)
+                if write.begins_anew:
+                    self._remove_rows()
+                elif self.episodes is not None:
+                    self.episodes.end(lanes.lane)
+            return plan.write(self, write, lead, count)
 
-    def _plan_writes(
-        self, data: TensorDictBase, single: bool, lanes: object, lanes_first: bool
-    ) -> WritePlan:
-        """Choose how rows are written; allocate them for ``data`` if this is the first
+    def _lead_dims(self, write: Write) -> int:
+        """Return the number of dims of the data that number rows."""
+        return 1 if write.lanes is not None else self.ndim - write.is_single
+
+    def _plan_writes(self, write: Write) -> WritePlan:
+        """Choose how rows are written; allocate them for the data if this is the first
         write."""
-        self._enter()
-        if lanes is not None:
-            self._fix_lanes(data, lanes)
+        self.enter()
+        data = write.data
+        if write.lanes is not None:
+            self._fix_lanes(data, write.lanes)
         else:
-            self._admit(data.transpose(0, 1) if lanes_first else data, single)
+            rows = data.transpose(0, 1) if write.lanes_first else data
+            self._admit(rows, write.is_single)
         with torch.inference_mode(False):
             reason = unwritable(self)
             self.write_plan = plan = (
                 TorchWrites(self, reason) if reason else CompiledWrites(self)
             )
         return plan
-
-    def publish(
-        self,
-        lanes: np.ndarray,
-        counts: np.ndarray,
-        copy: Callable[[], object],
-        plan: Callable[[int], object] | None = None,
-        tell: Callable[[], object] | None = None,
-    ) -> None:
-        """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones;
-        ``copy`` stores their bytes.
-
-        Before, ``plan`` gets :attr:`Ring.publication` and plans the counts of a writer;
-        after the rows have been published, ``tell`` takes them, and tells listeners.
-
-        If the process dies, or the thread is interrupted, the rows are written or
-        missing as a whole; the rows that they were about to replace may be gone. A
-        compiled write does the same.
-        """
-        ring, episodes = self.ring, self.episodes
-        kept = np.minimum(counts, ring.steps)
-        self._enter()
-        if ring.dirty:  # a thread was interrupted while it recovered
-            self.recover()
-        try:
-            if episodes is not None:
-                episodes.prepare(lanes, counts)
-            ring.begin(lanes, counts)
-            if plan is not None:
-                plan(ring.publication)
-            copy()
-            if episodes is not None:
-                episodes.note(
-                    lanes, ring.after[WRITTEN][lanes] - kept, kept, counts > kept
-                )
-            ring.publish()
-            ring.numbers[REVISION] += 1
-            if tell is not None:
-                tell()
-            ring.finish()
-        except BaseException:
-            if ring.dirty:
-                self.recover()
-            raise
 
     def recover(self) -> None:
         """Finish or give up a write that did not end, and make what follows from the
@@ -918,7 +848,7 @@ class PackedStorage(LazyTensorStorage):
             rows.link(ring.serials)
         self._bump_mutation_revision()
         for each in listeners_of(self):
-            for part in (each, *parts_of(each)):
+            for part in parts_of(each):
                 if isinstance(part, Recovers):
                     part.recover(self, new)
         ring.finish()
@@ -994,7 +924,7 @@ class PackedStorage(LazyTensorStorage):
             data = data.unsqueeze(0) if single else data
             next_steps = (ring.cursor + np.arange(len(steps))) % ring.steps
             if set_cursor and np.array_equal(steps, next_steps):
-                self.advance(data, tells=False)
+                self.advance(Write(data, is_told=False))
                 return
             is_new = steps >= ring.longest
             if not is_new.all():
@@ -1004,16 +934,14 @@ class PackedStorage(LazyTensorStorage):
             if is_new.any():
                 new = np.flatnonzero(is_new)[::-1]
                 last = new[np.unique(steps[new], return_index=True)[1]]
-                self.advance(data[torch.from_numpy(last)], tells=False)
+                self.advance(Write(data[torch.from_numpy(last)], is_told=False))
 
     def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
         """Replace the rows at flat indices of any shape."""
-        rows = self.all_rows()
-        leaves = rows.layout.collect(data, cells.shape)
+        leaves = self.all_rows().layout.collect(data, cells.shape)
         self._refuse_shared(self.deduplicated)
         self.refuse_holes(cells.reshape(-1))
-        with defer_sigint, self._editing():
-            rows.replace_(cells, leaves)
+        self._put(cells, leaves)
 
     def _refuse_shared(self, keys: Iterable[tuple[str, ...]]) -> None:
         """Raise a SchemaError if one of the keys is deduplicated, because other rows
@@ -1027,14 +955,12 @@ class PackedStorage(LazyTensorStorage):
                 f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}"
             )
 
-    @contextmanager
-    def _editing(self) -> Iterator[None]:
-        """Edit rows in a ``with`` block: what is derived from them is then computed
-        again."""
-        self._enter()
-        try:
-            yield
-        finally:
+    def _put(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+        """Replace the rows at flat indices of any shape, except what is deduplicated;
+        what is derived from them is then computed again."""
+        self.enter()
+        with defer_sigint:
+            self.all_rows().replace_(cells, leaves)
             self._bump_mutation_revision()
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -1067,11 +993,14 @@ class PackedStorage(LazyTensorStorage):
                 self.refuse_holes(flat)
             holes = None if region is not None else self.ring.holes_among(flat)
             if region is None and rows.dedup is None:
-                with self._editing():
+                self.enter()
+                try:
                     change(rows.view())
                     rows.exported.write_back()
                     if holes is not None:
                         rows.flat[flat[holes]] = 0
+                finally:
+                    self._bump_mutation_revision()
                 return
             data = rows.at_cells(flat).reshape(cells.shape)
             before = {key: data.get(key).clone() for key in self.deduplicated}
@@ -1085,8 +1014,7 @@ class PackedStorage(LazyTensorStorage):
                     flat[~holes],
                     [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves],
                 )
-            with defer_sigint, self._editing():
-                rows.replace_(cells, leaves)
+            self._put(cells, leaves)
 
     def edit_all(self, change: Callable[[TensorDictBase], object]) -> None:
         """Edit all rows in place with torch's in-place operations; an error in any
@@ -1104,47 +1032,38 @@ class PackedStorage(LazyTensorStorage):
             self.edit(change)
 
     def edit_entries(
-        self, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]
+        self,
+        cells: torch.Tensor | slice,
+        values: Mapping[tuple[str, ...], torch.Tensor],
     ) -> None:
-        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices
-        ``cells``.
+        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices, or
+        of a range of them.
 
-        The revision stays the same, so that a trajectory index does not read all rows
-        again.
+        The revision stays the same unless these entries tell where episodes end, so
+        that samplers of windows do not read all rows again.
         """
         self._refuse_shared(values)
         with self.lock:
-            rows, numbers = self.written_rows(), cells.cpu().numpy()
-            if len(numbers) and numbers.max() >= rows.cells:
-                raise IndexError(
-                    f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
-                )
-            self.refuse_holes(cells)
-            self._enter()
-            numbers, leaves = last_of_each(numbers, [*values.values()])
-            where, columns = (
-                torch.from_numpy(numbers).to(cells.device),
-                rows.unpack(rows.matrix),
-            )
+            rows, leaves = self.written_rows(), [*values.values()]
+            if isinstance(cells, torch.Tensor):
+                numbers = cells.cpu().numpy()
+                if len(numbers) and numbers.max() >= rows.cells:
+                    raise IndexError(
+                        f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
+                    )
+                self.refuse_holes(cells)
+                numbers, leaves = last_of_each(numbers, leaves)
+                cells = torch.from_numpy(numbers).to(cells.device)
+            self.enter()
+            columns, episodes = rows.unpack(rows.matrix), self.episodes
             with defer_sigint:
                 for key, leaf in zip(values, leaves, strict=True):
-                    columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
-
-    def set_columns(
-        self, values: Mapping[tuple[str, ...], torch.Tensor], count: int
-    ) -> None:
-        """Set the entries ``values``, ``[count, *lanes, ...]`` each, of the first
-        ``count`` time steps; the caller holds the lock.
-
-        Episodes stay as they are.
-        """
-        self._refuse_shared(values)
-        self._enter()
-        rows = self.all_rows()
-        columns = rows.unpack(rows.matrix[:count])
-        for key, value in values.items():
-            columns.get(key).copy_(value)
-        self._ring.numbers[REVISION] += 1
+                    columns[key].flatten(0, len(rows.lanes))[cells] = leaf
+                if episodes is not None and values.keys() & {
+                    *episodes.flags,
+                    episodes.id_key,
+                }:
+                    self._bump_mutation_revision()
 
     # -- allocating rows
 
@@ -1236,7 +1155,7 @@ class PackedStorage(LazyTensorStorage):
             )
         return found
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
         """Refuse or warn of the first change of rows that are not shared in a forked
         process."""
         if self.shared or self.process == os.getpid():
@@ -1469,7 +1388,8 @@ class PackedStorage(LazyTensorStorage):
             before, lanes = self._ring, prod(rows.lanes)
             self._ring = Ring(rows.steps, lanes)
             self._ring.written += before.written.max()
-            self._ring.numbers[REVISION] = before.numbers[REVISION]
+            for count in (REVISION, ROWS_WRITTEN, UNCOUNTED):
+                self._ring.numbers[count] = before.numbers[count]
             self._ring.empty()
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
@@ -1547,13 +1467,16 @@ class PackedStorage(LazyTensorStorage):
     def remove_rows(self) -> None:
         """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
         self.epoch += 1
+        self._remove_rows()
+        self.row_class = None
+        self._ring.numbers[REVISION] += 1
+
+    def _remove_rows(self) -> None:
         if self.episodes is not None:
             self.episodes.catch_up()
         self.ring.empty()
         if self.rows is not None:
             self.rows.forget()
-        self.row_class = None
-        self._ring.numbers[REVISION] += 1
 
     def tell_replaced(self, *, are_loaded: bool, but: object = None) -> None:
         """Tell all that are attached to this storage that its rows are others now: none,
@@ -1801,7 +1724,7 @@ class PackedStorage(LazyTensorStorage):
     def begin_load(self) -> None:
         """Give up all rows, before others are loaded in their place;
         :meth:`restore_counters` ends this."""
-        self._enter()
+        self.enter()
         self.ring.give_up()
 
     def end_load(self, but: object = None) -> None:
@@ -1867,7 +1790,7 @@ class PackedStorage(LazyTensorStorage):
         kept = {
             name: value for name, value in vars(self).items() if name not in _NOT_COPIED
         }
-        saved = self.revision, self.state_dict()
+        saved = self.revision, self.ring.rows_written, self.state_dict()
         return kept | {
             "_rng": None,
             "scratch_dir": None,
@@ -1884,7 +1807,7 @@ class PackedStorage(LazyTensorStorage):
         if isinstance(self._attached_entities_list, list):
             self._attached_entities_list = Listeners(self._attached_entities_list)
         if saved is not None:
-            revision, content = saved
+            revision, rows_written, content = saved
             is_shared = self.shared
             self._begin()
             if is_shared:
@@ -1892,6 +1815,7 @@ class PackedStorage(LazyTensorStorage):
             self.load(content)  # a copy continues open trajectories
             # what was cached for the original is valid for the copy
             self._ring.numbers[REVISION] = revision
+            self._ring.count_from(rows_written)
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)

@@ -57,16 +57,12 @@ class SharedRows(Attached):
         # memory for the numbers of episodes
         self.of_episodes: torch.Tensor | None = None
         self._head_file: HeadFile | None = None
-        #: The counts of the first ring writer over rows in a file, which later
-        # processes continue.
-        self.of_writer: SharedNumbers | None = None
 
     def keep_in(self, head_file: HeadFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has
         left are found at the next lock."""
         self._beside = self._head_file = head_file
-        self.of_writer = SharedNumbers("q", [0, -1, 0, 0])
-        head_file.keep(self._described, self.of_writer)
+        head_file.keep(self._described)
 
     def close(self) -> None:
         """Let another process open the file."""

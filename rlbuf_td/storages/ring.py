@@ -39,10 +39,14 @@ from rlbuf_td.kernels.serials import (
     FOLLOWING,
     IDLE,
     NEXT_PUBLICATION,
+    NEXT_ROWS_WRITTEN,
     NOTED,
     PUBLICATION,
     PUBLISHED,
+    REVISION,
+    ROWS_WRITTEN,
     TAIL,
+    UNCOUNTED,
     VALUE_ROWS,
     WRITING,
     WRITTEN,
@@ -215,9 +219,22 @@ class Ring:
 
     @property
     def publication(self) -> int:
-        """How often rows have been published or given up: planned numbers
-        (:class:`Planned`) depend on it."""
+        """How often rows have been published or given up."""
         return self.numbers[PUBLICATION]
+
+    @property
+    def rows_written(self) -> int:
+        """The number of rows ever written, which changes with the head."""
+        return self.numbers[ROWS_WRITTEN]
+
+    @property
+    def write_count(self) -> int:
+        """The number of rows written since it was set to 0."""
+        return self.rows_written - self.numbers[UNCOUNTED]
+
+    @write_count.setter
+    def write_count(self, count: int) -> None:
+        self.numbers[UNCOUNTED] = self.rows_written - count
 
     @property
     def is_estimated(self) -> bool:
@@ -228,6 +245,7 @@ class Ring:
         """Note that a writer has stored the estimates of these rows, and on how many of
         them it called its value network."""
         self.numbers[VALUE_ROWS] = value_rows
+        self.numbers[REVISION] += 1
         self.numbers[ESTIMATED] = self.publication  # last
 
     @property
@@ -236,29 +254,36 @@ class Ring:
         estimates."""
         return self.numbers[VALUE_ROWS] if self.is_estimated else 0
 
-    def begin(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
-        """Give up the rows that a write will replace.
+    def count_from(self, rows_written: int) -> None:
+        """Go on with the counts of another ring; the write count stays the same."""
+        self.numbers[UNCOUNTED] += rows_written - self.rows_written
+        self.numbers[ROWS_WRITTEN] = rows_written
 
-        Args:
-            lanes: the lanes to write, each once.
-            count: the number of new rows of each lane; the last T of them are stored.
-        """
+    def begin(self, count: np.ndarray) -> None:
+        """Give up the rows that a write of ``count`` rows of each lane, ``[E]``, will
+        replace; the last T of them are stored."""
         after = self.after
         after[:] = self.head
         written = after[WRITTEN]
         self.before[:] = written
-        written[lanes] += count
+        written += count
         np.maximum(after[TAIL], written - self.steps, out=after[TAIL])
+        self._plan(int(count.sum()))
         self._give_up()
 
     def give_up(self) -> None:
         """Give up all rows; :meth:`load` brings others."""
         self.after[:] = self.head
         self.before[:] = self.after[TAIL] = self.written
+        self._plan(0)
         self._give_up()
 
-    def _give_up(self) -> None:
+    def _plan(self, rows: int) -> None:
+        """Note the counts after a write of ``rows`` rows."""
+        self.numbers[NEXT_ROWS_WRITTEN] = self.rows_written + rows
         self.numbers[NEXT_PUBLICATION] = self.publication + 1
+
+    def _give_up(self) -> None:
         self.numbers[DIRTY] = WRITING
         np.minimum(self.after[TAIL], self.written, out=self.tail)
 
@@ -269,6 +294,7 @@ class Ring:
 
     def _finish_publishing(self) -> None:
         self.head[:] = self.after
+        self.numbers[ROWS_WRITTEN] = self.numbers[NEXT_ROWS_WRITTEN]
         self.numbers[PUBLICATION] = self.numbers[NEXT_PUBLICATION]
 
     def finish(self) -> None:
@@ -284,7 +310,7 @@ class Ring:
         )
         self.before[:] = self.after[WRITTEN]  # no row is new
         self.noted[:] = np.where(self.noted < 0, -1, self.after[WRITTEN])
-        self.numbers[NEXT_PUBLICATION] = self.publication + 1
+        self._plan(0)
         self.publish()
         self.finish()
 
@@ -404,6 +430,7 @@ class Ring:
             "head": torch.from_numpy(self.serials),
             "is_estimated": self.is_estimated,
             "value_rows": self.value_rows,
+            "write_count": self.write_count,
         }
 
     def load(self, state: State) -> None:
@@ -423,8 +450,9 @@ class Ring:
         self.after[TAIL], self.after[WRITTEN] = tail + up, written + up
         # all rows are new to those who have been told of others
         self.before[:] = self.after[TAIL]
-        self.numbers[NEXT_PUBLICATION] = self.publication + 1
+        self._plan(0)
         self.publish()
+        self.write_count = state["write_count"]
         if state["is_estimated"]:
             self.mark_estimated(state["value_rows"])
 
@@ -445,6 +473,7 @@ def refuse_ring(state: Any, lead: torch.Size) -> None:
             f"the saved is_estimated is {state['is_estimated']!r}, expected True or False"
         )
     saved_number("value_rows", state["value_rows"], 0, _MOST)
+    saved_number("write count", state["write_count"], 0, (1 << 63) - 1)
     if type(steps) is not int or not lead[0] <= steps <= _MOST or not steps:
         raise ValueError(f"a ring of {steps} slots cannot hold rows {[*lead]}")
     if (

@@ -32,13 +32,9 @@ generator_of = attrgetter("_rng")
 listeners_of = attrgetter("_attached_entities")
 # the last written time step of a storage; None: unknown
 newest_step_of = attrgetter("_last_cursor_index")
-# the number of time steps that a writer has written
-write_count_of = attrgetter("_write_count")
 # a dict; testing whether it is empty is faster than ``len`` of a ModuleList
 modules_of = attrgetter("_modules")
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
-# data derived from the storage is then computed again
-count_change = methodcaller("_bump_mutation_revision")
 # the next write begins with the first row
 restart_writer = methodcaller("_empty", empty_write_count=False)
 # removes the rows of a storage, or what a sampler knows about them

@@ -17,31 +17,27 @@ caller holds the storage's lock.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from ctypes import addressof
+from collections.abc import Iterable, Sequence
 from struct import Struct
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, addresses_of, on_host, to_device
-from rlbuf_td.kernels.serials import TAIL, WRITTEN
+from rlbuf_td.kernels.serials import REVISION, TAIL, WRITTEN
 from rlbuf_td.storages.indexing import coordinates
-from rlbuf_td.storages.listeners import Listener, Listeners
+from rlbuf_td.storages.listeners import Listener, Listeners, Stage
 from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
-    from rlbuf_td.storages.numbers import Planned
     from rlbuf_td.storages.packed import PackedStorage
+    from rlbuf_td.storages.writes import Write
 
-#: Counts the steps of a write in statistics, given the addresses of its leaves.
-Record: TypeAlias = Callable[[np.ndarray], None]
 _MOST_SIZES = 8  # batch sizes whose dtypes and shapes are kept
 
 
@@ -59,17 +55,7 @@ class WritePlan(ABC):
 
     @abstractmethod
     def write(
-        self,
-        storage: PackedStorage,
-        data: TensorDictBase,
-        lead: torch.Size,
-        count: int,
-        lanes: Tensor | None,
-        lanes_first: bool,
-        is_one: bool,
-        counts: Planned | None,
-        tells: bool,
-        record: Record | None,
+        self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
         """Check the data, write the rows, and return their index; an error that the
         data causes changes nothing.
@@ -77,16 +63,10 @@ class WritePlan(ABC):
         Args:
             storage: the storage, to which the plan has no reference: whoever owns the
                 storage can free it at once.
-            data: the rows.
+            write: its data is a TensorDict, and its lanes, if there are any, are
+                ``[n]`` int64, in host memory of their own.
             lead: the dims of each entry that number rows.
             count: the number of time steps, or of rows of single lanes.
-            lanes: the lane of each row, ``[n]`` int64, in host memory of its own; None:
-                whole time steps.
-            lanes_first: whether the data is ``[E, n]``.
-            is_one: whether the data is one time step without a dim for time.
-            counts: the number of rows that a writer has written.
-            tells: whether listeners are told.
-            record: counts the rows in statistics; only for :class:`CompiledWrites`.
         """
 
     def tell(self, index: object) -> None:
@@ -117,19 +97,17 @@ class CompiledWrites(WritePlan):
             storage.episodes,
             write_cpu,
         )
-        stages: list[tuple[Any, Any]] = [
-            (each, each._stage_of_writes() if isinstance(each, Listener) else True)
+        stages = [
+            (each, each._stage_of_writes() if isinstance(each, Listener) else Stage())
             for each in self.listeners
         ]
-        #: The priorities that compiled code sets, and the function that does so.
-        found: tuple[Any, Any] = next(
-            (stage for _, stage in stages if isinstance(stage, tuple)), (None, None)
-        )
-        self.priorities, entry_loop = found
+        #: How the kernel sets priorities of new rows.
+        entered = next((stage for _, stage in stages if stage.loop), Stage())
+        self.priorities = entered.priorities
         self.others = Listeners(
-            each
-            for each, stage in stages
-            if stage and stage != (self.priorities, entry_loop)
+            listener
+            for listener, stage in stages
+            if stage.is_told and (stage.loop is None or stage != entered)
         )
         self.has_others = len(self.others) > 0
         self.entries = getattr(rows, "entries", None)  # of deduplicated rows
@@ -154,7 +132,7 @@ class CompiledWrites(WritePlan):
             write_entries=0
             if self.entries is None
             else write_cpu.write_entries.address,
-            enter=0 if entry_loop is None else entry_loop.address,
+            enter=0 if entered.loop is None else entered.loop.address,
         )
         self.address, self.kernel = (
             self.ring_record.ctypes.data,
@@ -163,33 +141,24 @@ class CompiledWrites(WritePlan):
         self.lock = Lock()
 
     def write(
-        self,
-        storage: PackedStorage,
-        data: TensorDictBase,
-        lead: torch.Size,
-        count: int,
-        lanes: Tensor | None,
-        lanes_first: bool,
-        is_one: bool,
-        counts: Planned | None,
-        tells: bool,
-        record: Record | None,
+        self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
         """See :class:`WritePlan`."""
-        leaves = self._read(data, lead)  # kept alive for the kernel
-        entries, priorities = self.entries, self.priorities if tells else None
+        leaves = self._read(write.data, lead)  # kept alive for the kernel
+        lanes, is_told = write.lanes, write.is_told
+        entries, priorities = self.entries, self.priorities if is_told else None
         index, pairs = None, bool(self.rows.lanes)
-        if pairs or not is_one:
+        if pairs or not write.is_single:
             rows = lead.numel()
             index = torch.empty(
                 (rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu"
             )
         at = (
             0 if lanes is None else lanes.data_ptr(),
-            lanes_first,
+            write.lanes_first,
             0 if index is None else index.data_ptr(),
         )
-        goes_on = tells and (
+        goes_on = is_told and (
             self.has_others or (priorities is not None and priorities.file is not None)
         )
         try:
@@ -202,19 +171,18 @@ class CompiledWrites(WritePlan):
                     if priorities is None
                     else priorities.record_at(storage, self.ring)
                 )
-                numbers = 0 if counts is None else addressof(counts.numbers.values)
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(
-                        self.address, count, *at, numbers, entry, goes_on
-                    )
+                    code = self.kernel(self.address, count, *at, entry, goes_on)
                 if code >= self.codes.IN_CELLS:
                     break
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:
                 entries.end()
             found = code if index is None else index
-            if record is not None:
-                record(self.sources)  # before others, which may write: new `sources`
+            if write.record is not None:
+                write.record(
+                    self.sources
+                )  # before others, which may write: new `sources`
             if goes_on:
                 if priorities is not None:
                     priorities.keep_new(found, storage)
@@ -247,7 +215,7 @@ class CompiledWrites(WritePlan):
         return StagedRows(record.ctypes.data, lanes_at, (record, sources, lane_ids))
 
     def write_staged(
-        self, storage: PackedStorage, staged: StagedRows, count: int, counts: Planned
+        self, storage: PackedStorage, staged: StagedRows, count: int
     ) -> bool:
         """Write one time step, or the first ``count`` rows; return whether they have
         been written.
@@ -261,11 +229,10 @@ class CompiledWrites(WritePlan):
             entries.begin(self.ring.head[:2])
         if priorities is not None:
             entry = priorities.record_at(storage, self.ring)
-        numbers = addressof(counts.numbers.values)
         with self.lock if priorities is None else priorities.rule.table.lock:
             code = self.kernel(
                 *(staged.record, count, staged.lane_ids, False),
-                *(0, numbers, entry, False),
+                *(0, entry, False),
             )
         if code < self.codes.IN_CELLS:
             return False
@@ -327,84 +294,73 @@ class TorchWrites(WritePlan):
         self.reason = "" if self.rows.is_launched else reason
 
     def write(
-        self,
-        storage: PackedStorage,
-        data: TensorDictBase,
-        lead: torch.Size,
-        count: int,
-        lanes: Tensor | None,
-        lanes_first: bool,
-        is_one: bool,
-        counts: Planned | None,
-        tells: bool,
-        record: Record | None,
+        self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
         """See :class:`WritePlan`."""
-        rows, ring = self.rows, self.ring
-        leaves = rows.layout.collect(data, lead)
-        if lanes_first:
+        rows, ring, lanes = self.rows, self.ring, write.lanes
+        leaves = rows.layout.collect(write.data, lead)
+        if write.lanes_first:
             leaves = [leaf.transpose(0, 1) for leaf in leaves]
         if lanes is None:
-            lane, before = (
-                np.tile(np.arange(ring.lanes), count),
-                np.arange(count).repeat(ring.lanes),
-            )
-            more = np.full(ring.lanes, count)
+            lane = np.tile(np.arange(ring.lanes), count)
+            before = np.arange(count).repeat(ring.lanes)
+            counts = np.full(ring.lanes, count)
         else:
             lane = lanes.numpy()
             refuse_lanes(lane, ring.lanes)
-            before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
+            before, counts = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
+        storage.enter()
+        if ring.dirty:  # a thread was interrupted while it recovered
+            storage.recover()
         cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
         index: Any = torch.from_numpy(cells)
         if storage.ndim > 1:
             index = torch.stack([*coordinates(index, storage)], -1)
         if lead != (len(cells),):
             leaves = [
-                leaf.reshape(len(cells), *of.shape)
-                for leaf, of in zip(leaves, rows.layout.leaves, strict=True)
+                leaf.reshape(len(cells), *kind.shape)
+                for leaf, kind in zip(leaves, rows.layout.leaves, strict=True)
             ]
-        if (more > ring.steps).any():  # later rows of the call overwrite the others
-            kept = more[lane] - before <= ring.steps
-            where = torch.from_numpy(kept)
-            leaves, cells = (
-                [leaf[where.to(leaf.device)] for leaf in leaves],
-                cells[kept],
-            )
+        if (counts > ring.steps).any():  # later rows of the call overwrite the others
+            is_kept = counts[lane] - before <= ring.steps
+            where = torch.from_numpy(is_kept)
+            leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
+            cells = cells[is_kept]
         addresses, device = rows.addresses_of(leaves), rows.matrix.device
         # all numbers of a launch in one copy to the device
         parts = [index.numpy().ravel(), cells, np.array(addresses or (), np.int64)]
         numbers = to_device(np.concatenate(parts), device)
-        shape = index.shape
+        shape, is_one = index.shape, write.is_single and storage.ndim == 1
         index, cells_there, pointers = numbers.split([len(part) for part in parts])
-        index = int(cells[0]) if is_one and storage.ndim == 1 else index.view(shape)
-        slot = None if lanes is not None or not ring.together else ring.cursor
-        serials, longest = ring.serials, ring.longest
-
-        def copy() -> None:
-            if slot is None:
-                steps = int(
-                    extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max()
-                )
-                rows.matrix[longest:steps].zero_()  # those of other lanes are holes
+        index = int(cells[0]) if is_one else index.view(shape)
+        are_apart = lanes is not None or not ring.together
+        serials, longest, episodes = ring.serials, ring.longest, storage.episodes
+        new, kept = np.flatnonzero(counts), np.minimum(counts, ring.steps)
+        try:
+            if episodes is not None:
+                episodes.prepare(new, counts[new])
+            ring.begin(counts)
+            if are_apart:
+                steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
+                rows.matrix[longest : steps.max()].zero_()  # those of other lanes
             if addresses is None:
                 rows.append_(cells, leaves, serials)
             else:
                 rows.append_from_(cells_there, pointers)
-
-        def plan(publication: int) -> None:
-            if counts is not None:
-                counts.plan_more(publication, len(lane))
-
-        def tell() -> None:
-            if counts is not None:
-                counts.take()
-            if tells and (addresses is None or slot is None):
+            if episodes is not None:
+                first = ring.after[WRITTEN] - kept
+                episodes.note(new, first[new], kept[new], (counts > kept)[new])
+            ring.publish()
+            ring.numbers[REVISION] += 1
+            if write.is_told and (addresses is None or are_apart):
                 self.tell(index)
-            elif tells:
+            elif write.is_told:
                 self.tell_run(index, int(cells[0]), len(cells))
-
-        written = np.flatnonzero(more)
-        storage.publish(written, more[written], copy, plan, tell)
+            ring.finish()
+        except BaseException:
+            if ring.dirty:
+                storage.recover()
+            raise
         return index
 
     def tell_run(self, index: object, first: int, count: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -12,9 +12,8 @@ from tensordict import TensorDictBase, is_tensor_collection
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.schema import SchemaError, walk
 
-if TYPE_CHECKING:
-    pass
-
+#: Counts the steps of a write in statistics, given the addresses of its leaves.
+Record: TypeAlias = Callable[[np.ndarray], None]
 # torch takes uint8 for a mask
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
@@ -139,9 +138,30 @@ def refuse_shape(data: TensorDictBase, lead: int) -> NoReturn:
     )
 
 
-class Beginning(int):
-    """A lane whose next row begins an episode, because another actor takes the lane
-    over."""
+class TakenLane(NamedTuple):
+    """A lane that another actor takes over: its next row begins an episode."""
+
+    lane: int
+
+
+class Write(NamedTuple):
+    """A write of rows after the newest ones, see :meth:`PackedStorage.advance`."""
+
+    #: Time steps ``[n, *lanes]``, or rows ``[n]`` of single lanes.
+    data: Any
+    #: Whether the data is one time step ``[*lanes]``.
+    is_single: bool = False
+    #: The lane of each row, ``[n]`` integers, those of a lane in time order; or one
+    #: lane for all rows; or a :class:`TakenLane`. None: whole time steps.
+    lanes: Any = None
+    #: Whether the data is ``[E, n]``.
+    lanes_first: bool = False
+    #: Whether all rows so far are removed.
+    begins_anew: bool = False
+    #: Whether the buffers of the storage are told of the rows.
+    is_told: bool = True
+    #: Counts the rows in statistics; only where :class:`CompiledWrites` writes them.
+    record: Record | None = None
 
 
 def as_lanes(lanes: object, rows: int) -> torch.Tensor:

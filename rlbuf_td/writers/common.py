@@ -14,9 +14,8 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.storages.checks import State, require_packed, saved_number, state_of
-from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
-from rlbuf_td.storages.numbers import Planned, SharedNumbers
+from rlbuf_td.storages.writes import Write
 
 if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
@@ -28,26 +27,12 @@ NO_GENERATIONS = (
     "rb.write_back(batch, keys) skips rows that have been replaced since they were sampled"
 )
 _STATE_FILE = "writer.pt"
-_CURSOR = 3  # its place in the numbers of a TimeWriter
 
 
-class CountingWriter(Writer, Recovers):
-    """Abstract base of this package's writers, which keep their counts in numbers that
-    processes can share."""
+class PackedWriter(Writer):
+    """Abstract base of this package's writers."""
 
     _storage: PackedStorage
-
-    def count_in(self, numbers: SharedNumbers) -> None:
-        """Keep the counts in these numbers; the first is the write count, in rows."""
-        self.numbers = numbers
-
-    @property
-    def _write_count(self) -> int:
-        return self.numbers[0]
-
-    @_write_count.setter
-    def _write_count(self, count: int) -> None:
-        self.numbers[0] = count
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another
@@ -60,11 +45,6 @@ class CountingWriter(Writer, Recovers):
             storage, f"a {type(self).__name__}", "use one, or a writer of TorchRL's"
         )
         super().register_storage(storage)
-
-    def share_memory_(self) -> None:
-        """Share the counts with processes that are forked later, or spawned with this
-        writer as an argument."""
-        self.numbers.share_memory_()
 
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``."""
@@ -84,7 +64,7 @@ class CountingWriter(Writer, Recovers):
         self.__dict__.update(state)
 
 
-class TimeWriter(CountingWriter, RoundRobinWriter):
+class TimeWriter(PackedWriter, RoundRobinWriter):
     """Abstract base of the writers that write time steps in order; position 0 follows
     the last position.
 
@@ -101,37 +81,32 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
     appends = True
 
     def __init__(self) -> None:
-        self.count_in(SharedNumbers("q", [0, -1, 0, 0]))
         super().__init__(compilable=False)
-
-    def count_in(self, numbers: SharedNumbers) -> None:
-        """Keep the counts in these numbers; the second and the third plan the first,
-        see :class:`Planned`."""
-        super().count_in(numbers)
-        self.planned = Planned(numbers, 0, 1)
-
-    def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
-        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
-        self.planned.settle(storage.ring.publication)
 
     @property
     def _cursor(self) -> int:
-        """The time step to write next: the rows of a PackedStorage tell it, which other
-        buffers may have written."""
-        return (
-            self.numbers[_CURSOR]
-            if self._storage is None
-            else self._storage.ring.cursor
-        )
+        """The time step to write next, which the rows tell: other buffers may have
+        written them."""
+        return 0 if self._storage is None else self._storage.ring.cursor
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
-        self.numbers[_CURSOR] = cursor
+        pass
+
+    @property
+    def _write_count(self) -> int:
+        """The number of rows written to the storage, which is kept with the rows."""
+        return 0 if self._storage is None else self._storage.ring.write_count
+
+    @_write_count.setter
+    def _write_count(self, count: int) -> None:
+        if self._storage is not None:
+            self._storage.ring.write_count = count
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyrefly: ignore [bad-override]
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index.
         Errors: see :meth:`extend`."""
-        return self.write(data, single=True)
+        return self.write(Write(data, is_single=True))
 
     def extend(self, data: object) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if
@@ -144,12 +119,12 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        return self.write(data)
+        return self.write(Write(data))
 
-    def write(self, data: object, **how: Any) -> Any:
+    def write(self, write: Write) -> Any:
         """Write rows after the newest ones; see :meth:`PackedStorage.advance` for
-        ``how``, errors and the index that is returned."""
-        return self._storage.advance(data, self.planned, **how)
+        errors and the index that is returned."""
+        return self._storage.advance(write)
 
     def append(self, lanes: object, data: TensorDictBase) -> torch.Tensor:
         """Write rows, ``[n]``, each after the newest row of its lane; return their
@@ -157,7 +132,7 @@ class TimeWriter(CountingWriter, RoundRobinWriter):
 
         The arguments and errors are those of :meth:`PackedStorage.advance`.
         """
-        return self.write(data, lanes=lanes)
+        return self.write(Write(data, lanes=lanes))
 
     def write_at(self, index: int | torch.Tensor, data: object) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index

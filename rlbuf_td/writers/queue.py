@@ -9,6 +9,7 @@ import torch
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages.checks import State, saved_number
+from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from rlbuf_td.storages import PackedStorage
 
 # places in the numbers of a QueueWriter
-_TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(4, 9)
+_TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(5)
 
 
-class QueueWriter(TimeWriter):
+class QueueWriter(TimeWriter, Recovers):
     """Writes the rows of a queue: no row is replaced before a :class:`QueueSampler` has
     taken the row.
 
@@ -52,10 +53,10 @@ class QueueWriter(TimeWriter):
 
     def __init__(self) -> None:
         super().__init__()
-        # Those of `TimeWriter`, then: rows taken, 1 after a shutdown, rows of the
-        # largest write; rows taken before the process that took the last ones got the
-        # lock, and when it got the lock, see :attr:`ProcessLock.turn`.
-        self.count_in(SharedNumbers("q", [0, -1, 0, 0, 0, 0, 0, 0, -1]))
+        # Rows taken, 1 after a shutdown, rows of the largest write; rows taken before
+        # the process that took the last ones got the lock, and when it got the lock,
+        # see :attr:`ProcessLock.turn`.
+        self.numbers = SharedNumbers("q", [0, 0, 0, 0, -1])
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; rows that are already in the storage count as
@@ -87,6 +88,11 @@ class QueueWriter(TimeWriter):
         """The number of rows of the largest write so far, by any process."""
         return self.numbers[_LARGEST]
 
+    def share_memory_(self) -> None:
+        """Share the counts with processes that are forked later, or spawned with this
+        writer as an argument."""
+        self.numbers.share_memory_()
+
     def take(self, count: int) -> torch.Tensor:
         """Mark the oldest ``count`` waiting rows as taken; return their index. The
         caller holds the buffer's lock."""
@@ -101,7 +107,6 @@ class QueueWriter(TimeWriter):
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
         """Count as waiting what a process that died was taking; see
         :class:`~rlbuf_td.storages.listeners.Recovers`."""
-        super().recover(storage, new)
         if storage.shared and self.numbers[_TURN] == storage.lock.turn:
             self.numbers[_TAKEN] = self.numbers[_BEFORE]
 

@@ -11,11 +11,12 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import State, state_of
+from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import reshaped
-from rlbuf_td.storages.writes import stacked
-from rlbuf_td.writers.common import CountingWriter, without_index
+from rlbuf_td.storages.writes import Write, stacked
+from rlbuf_td.writers.common import PackedWriter, without_index
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -40,7 +41,7 @@ class Choice(NamedTuple):
     state: tuple[int, int, int]
 
 
-class ReservoirWriter(CountingWriter):
+class ReservoirWriter(PackedWriter, Recovers):
     r"""Keeps a uniform sample of all time steps ever written: each is in the buffer
     with the same probability.
 
@@ -94,7 +95,21 @@ class ReservoirWriter(CountingWriter):
         super().__init__(compilable=False)
         # Number of rows written, that of the first row of the next time step to store,
         # and the bits of the float64 ``log_threshold``.
-        self.count_in(SharedNumbers("q", [0, 0, 0]))
+        self.numbers = SharedNumbers("q", [0, 0, 0])
+
+    @property
+    def _write_count(self) -> int:
+        """The number of rows written, dropped ones included."""
+        return self.numbers[0]
+
+    @_write_count.setter
+    def _write_count(self, count: int) -> None:
+        self.numbers[0] = count
+
+    def share_memory_(self) -> None:
+        """Share the counts with processes that are forked later, or spawned with this
+        writer as an argument."""
+        self.numbers.share_memory_()
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another
@@ -199,7 +214,7 @@ class ReservoirWriter(CountingWriter):
             index[: choice.filled] = torch.arange(
                 written, written + choice.filled, device="cpu"
             )
-            storage.advance(data[: choice.filled])
+            storage.advance(Write(data[: choice.filled]))
             # if it does not come to this, `_match_storage` will do it
             self.numbers[0] = (written + choice.filled) * lanes
         if choice.kept:

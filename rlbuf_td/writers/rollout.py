@@ -26,6 +26,7 @@ from rlbuf_td.storages.listeners import Completes
 from rlbuf_td.storages.schema import refuse_ragged
 from rlbuf_td.storages.tensordict_fast import entries_of, leaf_of, new_tensordict
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
+from rlbuf_td.storages.writes import Write
 from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.estimator import Coefficient, Estimator, RolloutEstimator, entry
 
@@ -258,30 +259,28 @@ class RolloutWriter(TimeWriter, Completes):
 
     # -- writes
 
-    def write(
-        self, data: Any, *, single: bool = False, lanes_first: bool = False, **how: Any
-    ) -> Any:
+    def write(self, write: Write) -> Any:
         """See ``TimeWriter.write``; the first step of a rollout removes the old
         rollout. Errors: see the class."""
-        storage = self._storage
+        storage, data = self._storage, write.data
         if type(data) is not TensorDict:
-            data = storage.as_rows(data, storage.ndim - single)
+            data = storage.as_rows(data, storage.ndim - write.is_single)
         with storage.lock:
             steps, cursor = storage.ring.steps, self._cursor
             if storage.rows is None or storage.is_reserved:
-                rows = data.unsqueeze(0) if single else data
-                if lanes_first:
+                rows = data.unsqueeze(0) if write.is_single else data
+                if write.lanes_first:
                     rows = rows.transpose(0, 1)
                 self.estimator.check(rows, storage.ndim)
                 steps = capacity_in_steps(storage, batched_data=rows)
-            count = 1 if single or not data.ndim else data.shape[lanes_first]
+            is_one = write.is_single or not data.ndim
+            count = 1 if is_one else data.shape[write.lanes_first]
             if count > steps - cursor:
                 room = f"a rollout takes {steps} steps and {cursor} are written: {count} more do not fit"
                 remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
                 raise ValueError(f"{room}. {remedy}")
             data = _with_entries(data, self.added_entries(data))
-            how |= {"single": single, "lanes_first": lanes_first}
-            return super().write(data, begins_anew=not cursor, **how)
+            return super().write(write._replace(data=data, begins_anew=not cursor))
 
     def added_entries(self, data: TensorDictBase) -> dict[tuple[str, ...], Tensor]:
         """Return the entries that this writer adds to time steps like ``data``, filled
@@ -340,8 +339,12 @@ class RolloutWriter(TimeWriter, Completes):
                 mask = self.estimator.mask_of(rows)
                 advantage = self.estimator.normalized(estimates.advantage, mask)
                 estimates = estimates._replace(advantage=advantage)
-            columns = zip(self.added_keys, estimates[:3], strict=True)
-            storage.set_columns({key: x for key, x in columns if x is not None}, steps)
+            columns = {
+                key: column.flatten(0, storage.ndim - 1)
+                for key, column in zip(self.added_keys, estimates[:3], strict=True)
+                if column is not None
+            }
+            storage.edit_entries(slice(0, steps * storage.ring.lanes), columns)
             storage.ring.mark_estimated(estimates.rows_asked)
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ from rlbuf_td.kernels.draws import uniform_rows_
 from rlbuf_td.kernels.strata import law_of, masses
 from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
 from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
+from rlbuf_td.storages.writes import Write
 from tests import test_composition as composition
 from tests.backends import forced
 from tests.benchmarks import device as benchmark
@@ -136,7 +137,7 @@ def test_lanes_of_unlike_lengths_are_read_and_written():
     def fill() -> ReplayBuffer:
         rb = buffer(12, ProportionalSampler(12), ndim=2, lanes=3)
         lanes = torch.tensor([0, 2, 2, 0, 2])
-        rb.storage.advance(numbered_rows(5), lanes=lanes)
+        rb.storage.advance(Write(numbered_rows(5), lanes=lanes))
         return rb
 
     rb = fill()

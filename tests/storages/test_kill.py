@@ -26,6 +26,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.rows import PlainRows
+from rlbuf_td.storages.writes import Write
 from tests.test_lockstep import Machine, forked, stopped
 
 pytestmark = [
@@ -223,9 +224,7 @@ class Deadly:
 def call_within_a_write(rb: ReplayBuffer, what: str, work: Callable[..., None]) -> None:
     """Let the next compiled write call ``work``, before it publishes rows
     ("write_entries"), or after ("enter")."""
-    plan: Any = rb.storage.write_plan or rb.storage._plan_writes(
-        TensorDict(), False, None, False
-    )
+    plan: Any = rb.storage.write_plan or rb.storage._plan_writes(Write(TensorDict()))
     plan.work = CFUNCTYPE(None, c_int64)(work)
     plan.ring_record[what] = cast(plan.work, c_void_p).value
 

@@ -27,6 +27,7 @@ from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.memory_budget import Room
+from rlbuf_td.storages.writes import Write
 from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.residency import resident_of
 
@@ -104,7 +105,10 @@ def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
     before = path.read_bytes()
     second, data = stored("file", tmp_path, steps=0), transitions(NESTED, 3)
     match = "not overwritten: choose another scratch_dir, or delete the file"
-    for write in (lambda: second.set(range(3), data), lambda: second.advance(data)):
+    for write in (
+        lambda: second.set(range(3), data),
+        lambda: second.advance(Write(data)),
+    ):
         with pytest.raises(FileExistsError, match=match):
             write()
         assert not second.initialized

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import LazyMemmapStorage
 
 from rlbuf_td import PackedStorage
 from rlbuf_td.storages.memory import ROWS_FILE
+from rlbuf_td.storages.writes import Write
 from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
@@ -176,8 +177,9 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
 def test_an_empty_first_write_fixes_no_schema() -> None:
     storage = PackedStorage(6)
     with pytest.raises(ValueError, match="at least one transition, got none"):
-        storage.advance(TensorDict({"x": torch.zeros(0, 3)}, [0]))
-    assert storage.advance(TensorDict({"y": torch.zeros(2)}, [2])).tolist() == [0, 1]
+        storage.advance(Write(TensorDict({"x": torch.zeros(0, 3)}, [0])))
+    write = Write(TensorDict({"y": torch.zeros(2)}, [2]))
+    assert storage.advance(write).tolist() == [0, 1]
 
 
 def test_the_repr_tells_rows_bytes_place_and_columns() -> None:

@@ -28,6 +28,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
+from rlbuf_td.storages.writes import Write
 from tests.storages.test_kill import call_within_a_write, die
 from tests.test_lockstep import forked
 
@@ -503,7 +504,8 @@ def test_rows_of_a_killed_write_take_late_priorities() -> None:
 
     def killed() -> None:
         call_within_a_write(rb, "write_entries", die)
-        rb.storage.advance(stored(300, [0] * 30, with_ids=False), lanes=0, tells=False)
+        data = stored(300, [0] * 30, with_ids=False)
+        rb.storage.advance(Write(data, lanes=0, is_told=False))
 
     forked(killed)
     for _ in range(2):

@@ -36,9 +36,11 @@ from rlbuf_td.kernels.serials import (
     DIRTY,
     IDLE,
     NEXT_PUBLICATION,
+    NEXT_ROWS_WRITTEN,
     PUBLICATION,
     PUBLISHED,
     REVISION,
+    ROWS_WRITTEN,
     TAIL,
     WRITTEN,
 )
@@ -84,7 +86,6 @@ def write(
     lane_ids,
     lanes_first: bool,
     index,
-    counts,
     priorities,
     goes_on: bool,
 ):
@@ -94,8 +95,6 @@ def write(
     Each row follows the newest one of its lane. The data is ``[count, ...]``; for time
     steps, ``[count, lanes, ...]`` or, if ``lanes_first``, ``[lanes, count, ...]``. The
     indices of the rows, in time order, are written to ``index`` unless it is 0.
-    ``counts`` are the numbers of a writer in time order (0: none): the rows written so far,
-    and where a :class:`~rlbuf_td.storages.numbers.Planned` plans them.
     ``priorities`` is an ``UPDATE`` record (0: new rows get no priority). The caller
     ends the write if it ``goes_on``.
 
@@ -120,15 +119,6 @@ def write(
     )
     cells = np.empty(count if lane_ids else count * lanes, np.int64)
     begin_write(block, lanes, steps, more)
-    if counts:
-        store(
-            counts + 16,
-            load(counts, np.int64) + len(cells),
-            np.int64,
-        )
-        barrier()
-        store(counts + 8, block[PUBLICATION], np.int64)
-        barrier()
     if apart:
         _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
     _place(ring, before, more, lane_ids, lanes_first, index, cells)
@@ -159,10 +149,6 @@ def write(
                     skipped > 0,
                 )
     _publish(block, lanes)
-    if counts:
-        store(counts, load(counts + 16, np.int64), np.int64)
-        barrier()
-        store(counts + 8, np.int64(-1), np.int64)
     if priorities:
         _call(ring.enter, rows, cells, before)
     if not goes_on:
@@ -285,6 +271,7 @@ def _publish(block, lanes):
     barrier()
     for i in range(AFTER * lanes):
         block[i] = block[AFTER * lanes + i]
+    block[ROWS_WRITTEN] = block[NEXT_ROWS_WRITTEN]
     block[PUBLICATION] = block[NEXT_PUBLICATION]
     block[REVISION] += 1
     barrier()
