@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -27,6 +28,7 @@ from rlbuf_td import (
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.writes import Write
+from tests.backends import forced
 from tests.test_lockstep import Machine, forked, stopped
 
 pytestmark = [
@@ -342,3 +344,45 @@ def test_a_killed_write_to_a_reservoir_changes_no_row_but_those_that_it_replaces
         assert rb.write_count >= len(rb)
         rb.update_priority(torch.arange(len(rb)), torch.rand(len(rb)))
     assert line > 97
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_rows_that_a_dead_write_gave_up_are_never_drawn(sampler: Any, lanes: int):
+    storage = PackedStorage(CAPACITY, ndim=1 + (lanes > 1))
+    rb = ReplayBuffer(storage=storage, sampler=sampler(CAPACITY), batch_size=8)
+    steps = CAPACITY // lanes
+    data = rows(0, CAPACITY)
+    rb.extend(data if lanes == 1 else data.view(lanes, steps))
+    rb.update_priority(torch.arange(CAPACITY), torch.arange(1.0, CAPACITY + 1))
+    # the write of two time steps begins, and its process dies
+    storage.ring.begin(np.full(lanes, 2))
+    storage.recover()
+    gone = torch.arange(CAPACITY) < 2 * lanes
+    priority = rb.sampler.priority(torch.arange(CAPACITY))
+    assert bool((priority[gone] == -1).all())
+    assert priority[~gone].tolist() == [*range(2 * lanes + 1, CAPACITY + 1)]
+    for _ in range(20):
+        rb.sample()
+
+
+@pytest.mark.parametrize("form", ["numba", "torch"])
+def test_a_write_whose_news_is_interrupted_is_finished(form: str):
+    storage, heard = PackedStorage(CAPACITY), []
+    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY))
+    other = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY))
+    with forced(form):
+        rb.extend(rows(0, 5))
+
+        def interrupt(*_: Any, **__: Any) -> None:
+            heard.append(None)
+            if len(heard) == 1:
+                raise KeyboardInterrupt
+
+        other.mark_update = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            rb.extend(rows(5, 3))
+        assert storage.ring.dirty == 0
+        assert len(rb) == 8
+        assert len(heard) == 2  # again, of the rows that it had not heard of
+        check_priorities(rb)
