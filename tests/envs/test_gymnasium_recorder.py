@@ -775,3 +775,20 @@ def test_a_lane_waits_while_another_thread_reserves_the_rows_again(target):
         rb.storage.reserve(rows)
     thread.join(60)
     assert found == [target == "recorder"]
+
+
+@pytest.mark.parametrize("lanes", [3, 100])  # two ways to find the largest
+@pytest.mark.parametrize("reward", [2.0**24 + 1, -(2.0**24) - 1])
+def test_a_whole_reward_that_rows_would_round_is_refused(lanes, reward):
+    rewards = np.zeros(lanes)
+    flags, obs = np.zeros(lanes, bool), np.zeros((lanes, 2), np.float32)
+    step = {"observation": obs, "action": obs, "next_observation": obs}
+    step |= {"terminated": flags, "truncated": flags}
+    rb = td.ReplayBuffer(storage=td.PackedStorage(4 * lanes, ndim=2))
+    rb.add_step(**step, reward=rewards)
+    rewards[-1] = 0.1
+    rb.add_step(**step, reward=rewards)
+    rewards[1] = reward
+    with pytest.raises(td.SchemaError, match=f"'reward'.* is {int(reward)}, which"):
+        rb.add_step(**step, reward=rewards)
+    assert len(rb) == 2 * lanes
