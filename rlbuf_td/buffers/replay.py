@@ -1062,7 +1062,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             action: the action, likewise.
             reward: a number, or an array ``[E]``.
             next_observation: the observation after the step. With same-step autoreset,
-                pass ``final_obs`` when an episode ends.
+                pass ``final_obs`` when an episode ends. With next-step autoreset, which
+                ``gymnasium.make_vec`` has by default, the step after an episode's end
+                only resets: leave its lanes out, or use a
+                :class:`~rlbuf_td.GymnasiumRecorder`, which does.
             terminated: a bool, or bools ``[E]``.
             truncated: a bool, or bools ``[E]``.
             lane: with ``ndim=2``, the lane to which the step of one environment
@@ -1771,10 +1774,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         were replaced after sampling.
 
         Args:
-            index: positions of rows, or the index that :meth:`extend` or :meth:`sample`
-                returns.
+            index: the index that :meth:`extend` or :meth:`sample` returns, with lanes
+                all of ``[B, 2]``; or flat positions of rows, ``[B]``.
             priority: one TD error per row, in the order of ``index``, or one TD error
-                for all rows.
+                for all rows. For windows of a :class:`SequenceSampler`, call
+                :meth:`update_tensordict_priority`, which updates their anchors.
 
         Raises:
             ValueError: the number of TD errors is wrong, or a TD error is NaN or
@@ -2033,7 +2037,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
         Storage, sampler and writer must have the same classes as in the saved buffer;
         ``prefetch``, ``device`` and transforms may differ. This buffer keeps its own
-        transforms as they are, unless ``transforms`` is set. Capacity, lanes, and
+        transforms as they are, unless ``transforms`` is set. Settings of its parts (alpha,
+        beta, n_steps, gamma, ...) become those of the dump. Capacity, lanes, and
         deduplicated keys must be those of the saved storage; to change them, load the
         dump into a buffer of its own kind, ``old``, and copy the rows,
         ``new.extend(old.chronological())``, or with lanes

@@ -137,7 +137,7 @@ def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
             for part_shapes in shapes
         )
         if this != following:
-            order = "the arguments are obs, action, reward, next_obs, terminated, truncated, in this order"
+            order = "give the observations before and after one step (make_transition: obs, action, reward, next_obs)"
             raise SchemaError(
                 f"{show_key(key)} is {this} before the step and {following} after it: {order}"
             )

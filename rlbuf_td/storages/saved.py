@@ -17,7 +17,7 @@ from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.ring import refuse_ring
 from rlbuf_td.storages.row_class import loaded
-from rlbuf_td.storages.schema import SchemaError, show_key
+from rlbuf_td.storages.schema import SchemaError, kind, show_key
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -88,7 +88,8 @@ class SavedRows:
         )
         if rows is not None and layout != rows.layout and not may_get_more:
             raise SchemaError(
-                "the saved rows have other keys, dtypes or shapes than this storage"
+                "the saved rows have other keys, dtypes or shapes than this storage: "
+                + _difference(layout, rows.layout)
             )
         if content["_len"] != lead.numel():
             raise ValueError(
@@ -166,3 +167,16 @@ def _form(dedup: DedupLayout | None) -> str:
     if dedup is None:
         return "plain rows"
     return f"deduplicated {', '.join(map(show_key, sorted(dedup.deduplicated)))}"
+
+
+def _difference(saved: RowLayout, own: RowLayout) -> str:
+    """Name the first leaf in which two layouts differ."""
+    kinds = [
+        {leaf.key: kind(leaf.dtype, leaf.shape) for leaf in layout.leaves}
+        for layout in (saved, own)
+    ]
+    for key in {**kinds[0], **kinds[1]}:
+        was, expected = (part.get(key, "missing") for part in kinds)
+        if was != expected:
+            return f"{show_key(key)} is {was} there, and {expected} here"
+    return "the order of their batch dims differs"

@@ -54,7 +54,7 @@ def started(env: Any, infos: Any = {}, **extras: Any) -> Any:  # noqa: B006
 REFUSALS: Table = {
     ("make_transition", nothing): [
         (lambda _: td.make_transition(zeros(3), 0, ones(3), 1.0, False, False), SchemaError, r"'observation' is of sha"
-         r"pe \(3,\) before the step and of shape \(\) after it: the arguments are obs, action, reward, next_obs"),
+         r"pe \(3,\) before the step and of shape \(\) after it: give the observations before and after one step"),
         (lambda _: td.make_transition({"a": 1}, 0, 1.0, {"b": 1}, False, False), SchemaError, "'a' .*missing after it"),
         *((lambda _, reward=reward: td.make_transition(1, 0, reward, 1, False, False), SchemaError, word)
           for reward, word in ((None, "numbers"), ("1", "numbers"), (1j, "real"), ({"a": 1}, "a number or an array"))),
