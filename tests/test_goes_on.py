@@ -281,6 +281,8 @@ def product() -> Iterator[tuple[str, Maker]]:
     for sampler, make in THEIRS.items():
         # its trees are objects of C++
         lacks = ("torch.save", "dump") if "Prioritized" in sampler else ()
+        if " over Prioritized" in sampler:
+            lacks = (*lacks, "dumped parts")
         yield f"{sampler}, rows", replace(TORCHRLS_RING.of(make, *lacks), turn=5)
 
 

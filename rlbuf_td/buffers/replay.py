@@ -941,6 +941,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     def _plan(self, size: int) -> Plan:
         """Choose how batches of ``size`` rows are made."""
         parts = self.parts
+        # another buffer over the storage may have come since, with its writer
+        refuse_unordered(parts.sampler, parts.storage)
         if parts.is_general:
             given = self._sample_unit, self._collate_fn, self.include_info
             plan: Plan = GeneralPlan(parts.storage, parts.sampler, *given)
@@ -2300,6 +2302,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_writer(writer, self.storage)
+        old = type(self.writer).__name__
+        is_ordered = torchrl_parts.keeps_order(writer) is not False
+        if is_ordered and torchrl_parts.keeps_order(self.writer) is False and len(self):
+            raise ValueError(
+                f"the rows of a {old} are in no time order, and a {type(writer).__name__} writes in time order: "
+                "call rb.empty() first"
+            )
         refuse_ahead(self, self.sampler, writer)
         with self._replay_lock, defer_sigint:
             # refuses before the old writer is replaced

@@ -166,6 +166,10 @@ class RolloutBuffer(ReplayBuffer):
         **kwargs: Any,
     ) -> None:
         _refuse_arguments(num_steps, num_envs, normalize_advantage, storage, writer)
+        if normalize_advantage_exclude_dims and normalize_advantage is None:
+            raise ValueError(
+                "normalize_advantage_exclude_dims= needs normalize_advantage='rollout' or 'minibatch'"
+            )
         self.num_steps, self.num_envs = num_steps, num_envs
         self.normalize_advantage = normalize_advantage
         self._summary: tuple[int, dict[str, float]] | None = None

@@ -75,6 +75,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     _shown: ClassVar = ("unique", "max_age")
     requires_shared_state = False
     unique: bool = setting(lambda _, value: bool(value))
+    max_age: int | None = setting(optional(whole(0)), is_fixed=True)
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         max_age: int | None = None,
         replacement: bool = True,
     ) -> None:
-        self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)
+        self.unique, self.max_age = unique, max_age
         self.needs_order = max_age is not None
 
     def launches(self, storage: PackedStorage) -> bool:

@@ -1459,6 +1459,11 @@ class PackedStorage(LazyTensorStorage):
         data = self.as_rows(single_data if single else batched_data, self.ndim - single)
         return self.steps_for(data.batch_size[1 - single : self.ndim - single])
 
+    def attach(self, buffer: Any) -> None:
+        """Tell a buffer, or another object, of each write from now on."""
+        super().attach(buffer)
+        self.epoch += 1  # plans check the writers of all buffers
+
     def _empty(self) -> None:
         with self.lock, defer_sigint:
             self.remove_rows()

@@ -396,9 +396,11 @@ def _coefficient(name: str, value: Coefficient) -> float | Tensor:
 def _negative(dims: Sequence[int]) -> tuple[int, ...]:
     """Return dims that must be counted from the last one: batches and rollouts differ
     in their first ones."""
-    if any(type(dim) is not int or dim >= 0 for dim in dims):
+    if not isinstance(dims, Sequence) or any(
+        type(dim) is not int or dim >= 0 for dim in dims
+    ):
         raise ValueError(
-            f"normalize_advantage_exclude_dims counts dims from the last one, -1, got {[*dims]}"
+            f"normalize_advantage_exclude_dims takes dims counted from the last one, such as (-1,), got {dims!r}"
         )
     return tuple(dims)
 

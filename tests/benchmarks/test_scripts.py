@@ -161,13 +161,8 @@ def test_what_is_timed_on_a_device_runs(case, monkeypatch):
 def test_uniform_calls_on_a_device_take_few_operations():
     found = {what: value for what, value, _ in device.counts(600)}
     assert len(found) == 10
-    assert (
-        0
-        < found["uniform, sample"]
-        < 10
-        > found[f"uniform, extend by {device.BATCH}"]
-        > 0
-    )
+    (extend,) = (found[what] for what in found if what.startswith("uniform, extend"))
+    assert 0 < found["uniform, sample"] < 10 > extend > 0
 
 
 def test_each_fault_can_still_be_made() -> None:

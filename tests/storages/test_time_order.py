@@ -25,6 +25,7 @@ from rlbuf_td import (
     RecencySampler,
     ReplayBuffer,
     ReservoirWriter,
+    RingWriter,
     RowSampler,
     SequenceSampler,
     UniformSampler,
@@ -238,3 +239,33 @@ def test_two_rings_over_one_storage_write_one_after_the_other():
         assert one.chronological()["x"].tolist() == [
             *range(max(0, first + 5 - T), first + 5)
         ]
+
+
+def test_a_writer_without_order_that_comes_later_is_refused() -> None:
+    storage = PackedStorage(16)
+    steps = NStepSampler(UniformSampler(), 3, 1.0)
+    rb = ReplayBuffer(storage=storage, sampler=steps, batch_size=6)
+    flag = torch.zeros(5, 1, dtype=torch.bool)
+    after = {"reward": torch.ones(5, 1), "done": flag, "terminated": flag}
+    rb.extend(TensorDict({"x": torch.arange(5), "next": after}, [5]))
+    rb.sample()
+    other = TensorDictReplayBuffer(storage=storage, writer=ReservoirWriter())
+    with pytest.raises(ValueError, match="a ReservoirWriter keeps none"):
+        rb.sample()
+    assert len(other) == 5
+
+
+def test_the_largest_age_is_fixed_when_a_sampler_is_made() -> None:
+    with pytest.raises(AttributeError, match="max_age is fixed"):
+        UniformSampler().max_age = 3
+
+
+def test_rows_without_order_are_not_continued_as_if_they_had_one() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(4), writer=ReservoirWriter(), batch_size=2)
+    rb.extend(TensorDict({"x": torch.arange(9)}, [9]))
+    with pytest.raises(ValueError, match=r"ReservoirWriter are in no time .*rb.empty"):
+        rb.set_writer(RingWriter())
+    rb.empty()
+    rb.set_writer(RingWriter())
+    rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
+    assert rb.chronological()["x"].tolist() == [1, 2, 3, 4]

@@ -587,6 +587,7 @@ def test_numbers_of_other_components_are_refused_at_the_first_write(settings, ma
         ({"gamma": [0.9, 1.5]}, "gamma must lie in"),
         ({"lmbda": "high"}, "lmbda must be a number"),
         ({"normalize_advantage_exclude_dims": [0]}, "from the last one"),
+        ({"normalize_advantage_exclude_dims": -1}, r"such as \(-1,\), got -1"),
     ],
 )
 def test_components_out_of_range_are_refused(settings, match):
