@@ -39,7 +39,7 @@ from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
-from rlbuf_td.writers import RingWriter
+from rlbuf_td.writers import ReservoirWriter, RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
 
@@ -212,6 +212,8 @@ def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
         )
     if writer.tracks_generations:
         raise NotImplementedError(NO_GENERATIONS)
+    if isinstance(writer, ReservoirWriter):
+        writer.refuse_others(storage)
     for each in listeners_of(storage):
         refuse_unordered(getattr(each, "_sampler", None), storage, writer)
 
@@ -272,7 +274,7 @@ def refuse_copies(parts: Parts) -> None:
         raise TypeError(
             "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
             f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
-            f"(and no collate_fn, sample unit or tracked generations)"
+            f"(and no collate_fn or sample unit)"
         )
 
 

@@ -944,8 +944,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         # another buffer over the storage may have come since, with its writer
         refuse_unordered(parts.sampler, parts.storage)
         if parts.is_general:
-            given = self._sample_unit, self._collate_fn, self.include_info
-            plan: Plan = GeneralPlan(parts.storage, parts.sampler, *given)
+            plan: Plan = GeneralPlan(
+                parts.storage,
+                parts.sampler,
+                self._sample_unit,
+                self._collate_fn,
+                self.include_info,
+            )
         else:
             plan = plan_of(parts.storage, parts.sampler, size)
         plan.is_final = self._returns_as_drawn
@@ -1857,7 +1862,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     @property
     def write_count(self) -> int:  # pyrefly: ignore [bad-override]
         """The number of rows written to the storage so far, by any of its buffers;
-        :meth:`empty` sets it to 0.
+        :meth:`empty` sets it to 0. A :class:`ReservoirWriter` counts its own rows,
+        dropped ones included, and others do not count those that replace rows.
 
         Writers of TorchRL count time steps instead, as they do in its buffers.
         """

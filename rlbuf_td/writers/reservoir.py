@@ -67,7 +67,8 @@ class ReservoirWriter(PackedWriter, Recovers):
         SchemaError: (on writing) the data does not match the stored rows; nothing has
             changed.
         ValueError: (on writing) the data is empty; (on making a buffer) the sampler
-            needs rows in time order.
+            needs rows in time order, or another buffer over the storage has a
+            :class:`ReservoirWriter` of its own.
 
     Cost: to write n time steps, O(n) for the index, and a copy of the stored time
     steps. Of N time steps in total, an expected O(T (1 + log(N / T))) are written to
@@ -113,14 +114,26 @@ class ReservoirWriter(PackedWriter, Recovers):
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another
-        storage.
+        storage, or the storage another :class:`ReservoirWriter`, which counts the rows.
 
         If the writer's write count is lower than the number of rows in the storage, it
         is raised to that number. If it is higher and the storage is not full, it is
         lowered to that number.
         """
+        self.refuse_others(storage)
         super().register_storage(storage)
         self._match_storage()
+
+    def refuse_others(self, storage: Storage) -> None:
+        """Raise a ValueError if another buffer over the storage has a
+        :class:`ReservoirWriter` of its own."""
+        for buffer in torchrl_parts.listeners_of(storage):
+            other = getattr(buffer, "_writer", None)
+            if isinstance(other, ReservoirWriter) and other is not self:
+                raise ValueError(
+                    "another ReservoirWriter counts the rows of this storage, and one count makes them equally likely: "
+                    "give both buffers the same one, writer=rb.writer"
+                )
 
     def _match_storage(self) -> None:
         """Correct the write count if the storage has other rows than this writer wrote;

@@ -138,7 +138,12 @@ def test_a_new_storage_begins_a_new_sample(brought, lanes):
     rb.extend(numbered(0, 40, lanes))
     if brought:
         other.extend(numbered(0, brought, lanes))
-    rb.set_storage(other.storage)
+    storage = other.storage
+    with pytest.raises(ValueError, match=r"writer=rb\.writer"):
+        rb.set_storage(storage)
+    assert rb.write_count == 40 * max(1, lanes)
+    del other
+    rb.set_storage(storage)
     assert rb.write_count == brought * max(1, lanes)
     rb.extend(numbered(50, 2, lanes))
     assert len(rb) == rb.write_count == (brought + 2) * max(1, lanes)
@@ -160,3 +165,17 @@ def test_processes_fill_one_reservoir():
     assert len(step.unique()) == 200
     by_writer = torch.bincount(step // 10_000, minlength=4)[1:]
     assert (by_writer > 30).all()  # 66 each, with a deviation of 6.4
+
+
+def test_two_writers_over_one_storage_must_be_the_same():
+    storage = PackedStorage(4)
+    rb = ReplayBuffer(storage=storage, writer=ReservoirWriter())
+    for make in (ReplayBuffer, TensorDictReplayBuffer):
+        with pytest.raises(ValueError, match=r"writer=rb\.writer"):
+            make(storage=storage, writer=ReservoirWriter())
+    with pytest.raises(ValueError, match=r"writer=rb\.writer"):
+        rb.set_writer(ReservoirWriter())
+    other = ReplayBuffer(storage=storage, writer=rb.writer)
+    rb.extend(TensorDict({"x": torch.arange(50)}, [50]))
+    other.extend(TensorDict({"x": torch.arange(50, 99)}, [49]))
+    assert rb.write_count == other.write_count == 99
