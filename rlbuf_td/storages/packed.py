@@ -960,8 +960,10 @@ class PackedStorage(LazyTensorStorage):
         what is derived from them is then computed again."""
         self.enter()
         with defer_sigint:
-            self.all_rows().replace_(cells, leaves)
-            self._bump_mutation_revision()
+            try:
+                self.all_rows().replace_(cells, leaves)
+            finally:  # some rows may have changed
+                self._bump_mutation_revision()
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if is_key(index):
