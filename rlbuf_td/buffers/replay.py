@@ -77,6 +77,7 @@ from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
+from rlbuf_td.kernels.host_memory import in_dispatch_mode
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (
     OwnSignature,
@@ -920,7 +921,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if self._storage.has_estimates:
                 self._complete_rows()
             plan = self.plans.get(size)
-            if plan is None or not plan.holds():
+            if (
+                plan is None
+                or plan.epoch != self._storage.epoch
+                or plan.mode != in_dispatch_mode()
+            ):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
             self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
