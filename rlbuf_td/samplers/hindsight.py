@@ -315,23 +315,22 @@ class _RelabelledReading(Reading):
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if not super().__call__(slots, slot, flat, drawn, live):
             return False
-        wrapper, count, relabeled = (
-            self.wrapper,
-            drawn.shape[0],
-            slot.report["relabeled"],
-        )
+        wrapper, count, mask = self.wrapper, drawn.shape[0], slot.report["relabeled"]
         uniform = self.uniform[:count]
         fill_uniform_(uniform, wrapper._rng)
-        places = (
+        self.relabel(
+            self.storage.episodes_now().address,
+            self.address,
             slot.targets,
-            relabeled.data_ptr(),
+            mask.data_ptr(),
             drawn.data_ptr(),
             uniform.data_ptr(),
+            count,
+            wrapper.law,
+            *self.storage.ring.numbered(),
+            self.goals,
         )
-        given = self.storage.episodes_now().address, self.address, *places, count
-        self.relabel(*given, wrapper.law, *self.storage.ring.numbered(), self.goals)
-        wrapper.recompute_(slot.batch, relabeled, slot.leaves[self.reward])
-        slots.locate(slot)  # compiled code may go on with the batch
+        wrapper.recompute_(slot.batch, mask, slot.leaves[self.reward])
         return True
 
 

@@ -719,5 +719,7 @@ class _WindowReading(Reading):
         ):
             return False
         self.inner(slots, slot, listed, drawn, live)
+        if self.wrapper.takes_goals:
+            slots.locate(slot)
         self.mark_ends(episodes, windows, at, targets)
         return True
