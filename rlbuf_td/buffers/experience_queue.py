@@ -123,12 +123,12 @@ class ExperienceQueue(ReplayBuffer):
         """The number of rows that have not been sampled yet."""
         return self._initialize().writer.waiting
 
-    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+    def add(self, data: TensorDictBase, *columns: object) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see
         :class:`ExperienceQueue`."""
         self._refuse_blocking(self._batch_size, 1)
         return self._once_possible(  # pyrefly: ignore [bad-return]
-            partial(super().add, data), self.timeout, slow_write=4
+            partial(super().add, data, *columns), self.timeout, slow_write=4
         )
 
     def extend(

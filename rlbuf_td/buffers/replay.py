@@ -252,12 +252,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             or cls is not ReplayBuffer
         ):
             return super().__new__(cls)
-        own = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {
+        options = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {
             "priority_key",
             "kwargs",
         }
-        if given := [f"{name}=" for name in kwargs if name in own]:
-            require_packed(storage, ", ".join(given), _THEIRS)
+        if refused := [f"{name}=" for name in kwargs if name in options]:
+            require_packed(storage, ", ".join(refused), _THEIRS)
         buffer = TensorDictReplayBuffer(storage=storage, **kwargs)
         refuse_other_storage(buffer.sampler, storage)
         refuse_unordered(buffer.sampler, storage, buffer.writer)
@@ -473,9 +473,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """
         if "storage" in kwargs:
             remedy = "pass device, scratch_dir, shared, ... instead, or make the buffer with its storage and extend it"
-            given = f"got storage={kwargs['storage']!r}"
             raise ValueError(
-                f"the storage is made for the transitions, {given}: {remedy}"
+                f"the storage is made for the transitions, got storage={kwargs['storage']!r}: {remedy}"
             )
         if storing_device is not None:
             device, kwargs["device"] = storing_device, device
@@ -551,8 +550,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             >>> rb.storage["x"], rb.batch_size
             (tensor([2, 3, 4, 5]), 2)
         """
-        given: Any = {"exclude": exclude, "trajectory_key": trajectory_key}
-        return torchrl_data.import_torchrl(cls, rb, capacity, **given, **kwargs)
+        keys: Any = {"exclude": exclude, "trajectory_key": trajectory_key}
+        return torchrl_data.import_torchrl(cls, rb, capacity, **keys, **kwargs)
 
     # -- initialization
 
@@ -602,15 +601,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     ) -> None:
         """Raise a ValueError if another buffer keeps its priorities in the file beside
         the rows of ``storage``."""
-        own: Any = getattr(sampler, "innermost", sampler)
-        if not (isinstance(own, Prioritized) and storage.reopen):
+        prioritized: Any = getattr(sampler, "innermost", sampler)
+        if not (isinstance(prioritized, Prioritized) and storage.reopen):
             return
         for other in torchrl_parts.listeners_of(storage):
             theirs = getattr(getattr(other, "parts", None), "prioritized", None)
             if (
                 other is not self
                 and theirs is not None
-                and theirs is not own
+                and theirs is not prioritized
                 and theirs.priorities.file is not None
             ):
                 raise ValueError(
@@ -876,9 +875,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             'add, extend, sample'
         """
         calls = self._compiled_calls()
-        found = [name for name, reason in calls.items() if not reason]
+        compiled = [name for name, reason in calls.items() if not reason]
         others = [f"not {name}: {reason}" for name, reason in calls.items() if reason]
-        return "; ".join([*([", ".join(found)] if found else []), *others])
+        return "; ".join([*([", ".join(compiled)] if compiled else []), *others])
 
     def _compiled_calls(self) -> dict[str, str]:
         """Return the calls that compiled code can execute; for each, why it does not
@@ -1024,7 +1023,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     # -- writes
 
-    def add(self, data: Any) -> int | torch.Tensor | None:
+    def add(self, data: Any, *columns: object) -> int | torch.Tensor | None:
         """Write one transition, or with ``ndim > 1`` one time step of all environments;
         return its index, or None if the writer leaves the transition out.
 
@@ -1033,11 +1032,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         which ``sample(return_info=True)`` returns.
 
         Raises:
+            TypeError: there are further arguments: :meth:`add_step` takes the columns
+                of a step, by name.
             SchemaError: the data does not match the rows; nothing has changed.
             ValueError: a TD error in the data is NaN or infinite, or flow control can
                 never admit the write.
             ShutDown: the buffer has been shut down; nothing has changed.
         """
+        if columns:
+            writing.refuse_columns(data, *columns)
         try:
             return self._write(data, "add", True)
         except SchemaError as error:
@@ -1340,11 +1343,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         )
         is_plain = False
         if type(data) is TensorDict and rows is not None:
-            given, names = plain_entries(data).keys(), rows.layout.names.keys()
+            keys, names = plain_entries(data).keys(), rows.layout.names.keys()
             added = self.parts.added_names
-            is_plain = len(given) == len(names)
+            is_plain = len(keys) == len(names)
             if added and not is_plain:
-                is_plain = given <= names <= given | added
+                is_plain = keys <= names <= keys | added
         if not is_plain or transforms:
             data = writing.without_report(data)
         if lanes is not None:
@@ -2170,12 +2173,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
             )
         )
-        more: dict[NestedKey, torch.Tensor] = {}
+        added: dict[NestedKey, torch.Tensor] = {}
         if isinstance(self._writer, RolloutWriter):
-            more |= self._writer.added_entries(schema)
+            added |= self._writer.added_entries(schema)
         if self._has_environment:
-            more |= trajectory_ids(storage.lanes)
-        complete = with_missing(schema, more)
+            added |= trajectory_ids(storage.lanes)
+        complete = with_missing(schema, added)
         if len(list(walk(complete))) > len(layout.leaves):
             storage.release()
             storage.reserve(complete)
@@ -2212,7 +2215,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         listeners = torchrl_parts.listeners_of(parts.storage)
         if self in listeners:
             listeners.remove(self)
-        if not any(isinstance(each, TensorDictReplayBuffer) for each in listeners):
+        if not any(
+            isinstance(listener, TensorDictReplayBuffer) for listener in listeners
+        ):
             parts.storage.close()
 
     def __enter__(self) -> Self:

@@ -173,10 +173,10 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _refuse_short(file: Path, nbytes: int) -> None:
-    found = file.stat().st_size if file.is_file() else -1
-    if found < nbytes:
+    size = file.stat().st_size if file.is_file() else -1
+    if size < nbytes:
         fault = (
-            f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
+            f"has {size:,} bytes, expected {nbytes:,}" if size >= 0 else "is missing"
         )
         raise CheckpointError(
             f"{file} {fault}: the dump is incomplete; nothing has been changed"

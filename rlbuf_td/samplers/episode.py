@@ -177,16 +177,21 @@ class EpisodeSampler(SamplerWrapper):
             self.report_keys |= {"reward_to_go"}
 
     def _refuse_other_laws(self) -> None:
-        found = self.innermost
-        is_uniform = getattr(type(found), "draw", None) is self.default.draw
+        sampler_inside = self.innermost
+        is_uniform = getattr(type(sampler_inside), "draw", None) is self.default.draw
         options = (
-            {"unique": found.unique, "max_age": found.max_age is not None}
+            {
+                "unique": sampler_inside.unique,
+                "max_age": sampler_inside.max_age is not None,
+            }
             if is_uniform
             else {}
         )
         wrong = [name for name, is_set in options.items() if is_set]
         if wrong or not is_uniform:
-            kind = type(found).__name__ + (f" with {wrong[0]}" if wrong else "")
+            kind = type(sampler_inside).__name__ + (
+                f" with {wrong[0]}" if wrong else ""
+            )
             remedy = "wrap a UniformSampler, or use a SequenceSampler, which draws windows by any law"
             raise TypeError(
                 f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}"
@@ -232,12 +237,10 @@ class EpisodeSampler(SamplerWrapper):
             "episode_length": pieces.length[episode],
         }
         if self.gamma is not None and len(rows):
-            found = self._to_go(storage, pieces)[
-                (pieces.length.cumsum(0) - pieces.length)[episode] + step
-            ]
-            info["reward_to_go"] = torch.where(
-                real.view(-1, *[1] * (found.ndim - 1)), found, 0
-            )
+            before = (pieces.length.cumsum(0) - pieces.length)[episode]
+            to_go = self._to_go(storage, pieces)[before + step]
+            is_real = real.view(-1, *[1] * (to_go.ndim - 1))
+            info["reward_to_go"] = torch.where(is_real, to_go, 0)
         return rows, info, batch
 
     def _why_none(self, storage: PackedStorage) -> str:

@@ -352,12 +352,12 @@ def _cumulative(strategy: Strategy | Mapping[Strategy, float]) -> list[float]:
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}"
         )
-    given = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
-    mixture = {name: as_number(share) for name, share in given.items()}
+    shares = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
+    mixture = {name: as_number(share) for name, share in shares.items()}
     total = sum(mixture.values())
     if any(not share >= 0 for share in mixture.values()) or abs(total - 1.0) > 1e-9:
         raise ValueError(
-            f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {given}"
+            f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {shares}"
         )
     return [
         *accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]),

@@ -489,10 +489,10 @@ class Priorities:
             # a spawned process keeps it
             self.file = None if folder is None and not self.is_shared else self.file
             return 0
-        file, own = PriorityFile(storage), self.rule.table.magnitude
-        found, largest = file.found(storage)
-        own[: file.cells] = torch.where(
-            found < 0, -1.0, found.clamp(min=self.rule.min_priority)
+        file, magnitude = PriorityFile(storage), self.rule.table.magnitude
+        stored, largest = file.read(storage)
+        magnitude[: file.cells] = torch.where(
+            stored < 0, -1.0, stored.clamp(min=self.rule.min_priority)
         )
         self.rule.refresh_weights(anew=True)
         self.largest = largest
@@ -609,13 +609,13 @@ class Priorities:
         """Restore a state; raise a ValueError before any change if it is invalid or of
         another kind of sampler."""
         if capacity < self.capacity or (self.is_shared and capacity > self.capacity):
-            own = (
+            limit = (
                 f"{self.capacity}, and cannot grow in shared memory"
                 if self.is_shared
                 else str(self.capacity)
             )
             raise ValueError(
-                f"the saved sampler has max_capacity={capacity}, this one {own}"
+                f"the saved sampler has max_capacity={capacity}, this one {limit}"
             )
         if not (largest == -1 or 0 <= largest < float("inf")):
             expected = "expected -1 or a finite number that is not negative"

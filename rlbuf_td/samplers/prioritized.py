@@ -30,11 +30,11 @@ WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
 
 
-def _exponent(name: str, place: int, doc: str) -> Any:
+def _exponent(name: str, position: int, doc: str) -> Any:
     def assign(self: Prioritized, value: float) -> None:
-        self.settings[place] = exponent(name, value)
+        self.settings[position] = exponent(name, value)
 
-    return property(lambda self: self.settings[place], assign, doc=doc)
+    return property(lambda self: self.settings[position], assign, doc=doc)
 
 
 class Prioritized(RowSampler, PrioritizedSampler, Recovers):

@@ -82,17 +82,17 @@ class PriorityFile:
         # last: a process that dies earlier leaves a file of another size, which is new
         self.numbers[_CELLS] = cells
 
-    def found(self, storage: PackedStorage) -> tuple[Tensor, float]:
+    def read(self, storage: PackedStorage) -> tuple[Tensor, float]:
         """Return the magnitudes that earlier processes have left, -1 for rows written
         since, and the largest so far."""
         kept, cells = torch.full_like(self.magnitude, -1.0), written_rows(storage)
-        found = self.magnitude[cells]
+        magnitude = self.magnitude[cells]
         is_kept = (
-            found.isfinite()
-            & (found >= 0)
+            magnitude.isfinite()
+            & (magnitude >= 0)
             & (self.following[cells] == _next(storage, cells))
         )
-        kept[cells] = torch.where(is_kept, found, -1.0)
+        kept[cells] = torch.where(is_kept, magnitude, -1.0)
         largest = (
             self.largest[0]
             if 0 <= self.largest[0] < float("inf") and is_kept.any()

@@ -300,8 +300,8 @@ class ProportionalSampler(Prioritized):
         capacity = max(len(saved), self.priorities.capacity)
         magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device="cpu")
         magnitude[: len(saved)] = saved
-        found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")}
-        return found | {
+        settings = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")}
+        return settings | {
             "largest": largest,
             "max_capacity": capacity,
             "magnitude": magnitude,

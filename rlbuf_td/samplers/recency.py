@@ -165,11 +165,11 @@ class RecencySampler(RowSampler):
     def _draw_by_lane(self, ring: Ring, uniform: Tensor) -> Tensor:
         span, mass = self._mass_by_lane(to_device(ring.count, uniform.device))
         end = mass.cumsum(0)
-        place = torch.minimum(
+        position = torch.minimum(
             uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(()))
         )
-        lane = torch.searchsorted(end, place, right=True)
-        within = ((place - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
+        lane = torch.searchsorted(end, position, right=True)
+        within = ((position - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
         if self.log_decay < 0:
             age = (
                 torch.log1p(within * torch.expm1(span[lane] * self.log_decay))

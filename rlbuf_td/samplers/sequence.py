@@ -319,7 +319,7 @@ class SequenceSampler(SamplerWrapper):
         fill(storage, live, flat, report, scratch)
         other, other_report = (
             torch.empty_like(flat),
-            {name: torch.empty_like(each) for name, each in report.items()},
+            {name: torch.empty_like(entry) for name, entry in report.items()},
         )
         weight, order_at, replace = (
             report.get("priority_weight"),
@@ -411,15 +411,15 @@ class SequenceSampler(SamplerWrapper):
         seen = ref(self.episodes_of(storage)), storage.revision
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
-            found = torch.cat(
+            anchors = torch.cat(
                 [
                     part[self._reach(storage, part)[0] % (self.stride or 1) == 0]
                     for part in rows
                 ]
             )
-            if self._divided is not None and not torch.equal(found, self._divided[1]):
+            if self._divided is not None and not torch.equal(anchors, self._divided[1]):
                 self.innermost.restart()
-            self._divided = seen, found
+            self._divided = seen, anchors
         return self._divided[1]
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
@@ -565,19 +565,14 @@ class SequenceSampler(SamplerWrapper):
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
         window = self.burn_in + self.length
         if td_error.numel() % window:
-            given = (
+            fault = (
                 f"{td_error.numel()} TD errors are not whole windows of {window} rows"
             )
             raise ValueError(
-                f"{given}: update priorities with the batch as it was sampled"
+                f"{fault}: update priorities with the batch as it was sampled"
             )
-        given = (
-            mask,
-            burn_in_mask,
-            window,
-            1.0 if self.priority_rule == "max" else self.eta,
-        )
-        return anchors, td_error, tuple.__new__(Windows, given)  # pyrefly: ignore [bad-specialization]  # as in law_of
+        eta = 1.0 if self.priority_rule == "max" else self.eta
+        return anchors, td_error, Windows(mask, burn_in_mask, window, eta)
 
     def update_priority(
         self, index: object, priority: object, *, storage: Storage | None = None
@@ -713,13 +708,13 @@ class _WindowReading(Reading):
             slot.targets,
         )
         listed = self.listed if self.lanes else slot.report["index"]
-        at = listed.data_ptr()
+        listed_at = listed.data_ptr()
         if not self.expand(
-            episodes, windows, flat.data_ptr(), at, targets, self.lanes, live
+            episodes, windows, flat.data_ptr(), listed_at, targets, self.lanes, live
         ):
             return False
         self.inner(slots, slot, listed, drawn, live)
         if self.wrapper.takes_goals:
             slots.locate(slot)
-        self.mark_ends(episodes, windows, at, targets)
+        self.mark_ends(episodes, windows, listed_at, targets)
         return True

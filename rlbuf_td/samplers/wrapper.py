@@ -177,10 +177,10 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             self.has_checked_order = True
             return
         fault = ""
-        found = storage.episodes_now().segments()
-        if found.are_interleaved(needed):
+        segments = storage.episodes_now().segments()
+        if segments.are_interleaved(needed):
             fault = (
-                f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
+                f"trajectories are stored in stretches of {segments.mean:.1f} rows on average, because rows of several "
                 "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. "
             )
         elif environments_alternate(storage):
@@ -189,7 +189,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
                 "most rows is not the observation of the following row, but that of a later one. n-step returns, "
                 "sequences and hindsight goals mix the environments. "
             )
-        is_enough = len(storage) >= FEWEST_ROWS or found.rows >= storage.max_size
+        is_enough = len(storage) >= FEWEST_ROWS or segments.rows >= storage.max_size
         self.has_checked_order = bool(fault) or is_enough
         if fault:
             warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=2)
@@ -233,8 +233,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         index = coordinates(flat, storage)
         if not self.gives_windows:
             return index, info
-        found = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
-        return found.pop("index"), found
+        report = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
+        return report.pop("index"), report
 
     def rows_per_window(self, info: Info) -> int:
         """Return L, the number of rows per window of a flat batch with this info dict;
@@ -333,8 +333,10 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             before, settings = self._settings(), state_dict["settings"]
             # an older version may have fewer settings
             if not settings.keys() <= before.keys():
-                own = f"a {type(self).__name__} has {sorted(before)}"
-                raise ValueError(f"the saved settings are {sorted(settings)}, {own}")
+                expected = f"a {type(self).__name__} has {sorted(before)}"
+                raise ValueError(
+                    f"the saved settings are {sorted(settings)}, {expected}"
+                )
             with self._set(settings):
                 self.sampler.load_state_dict(state_dict["sampler"])
 

@@ -118,12 +118,14 @@ def are_written(index, live):
 
 @inlined
 def put_report(batch, index, targets, first, last):
-    place = targets + 8 * batch.leaves
+    index_target = targets + 8 * batch.leaves
     if batch.lanes:
-        _coordinates(index[first:last], batch.lanes, load(place, np.int64) + 16 * first)
+        _coordinates(
+            index[first:last], batch.lanes, load(index_target, np.int64) + 16 * first
+        )
     if batch.stamped:
         target, head = (
-            load(place + 8, np.int64),
+            load(index_target + 8, np.int64),
             head_at(batch.serials, max(batch.lanes, 1)),
         )
         for i in range(first, last):
