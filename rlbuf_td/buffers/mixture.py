@@ -139,16 +139,12 @@ class ReplayBufferMixture:
         generator: torch.Generator | None = None,
     ) -> None:
         refuse_members(members, shares, writes_to)
-        self.members, self.sampler = (
-            dict(members),
-            Shares({name: shares[name] for name in members}),
-        )
-        self.batch_size, self.exact, self.writes_to, self._rng = (
-            batch_size,
-            bool(exact),
-            writes_to,
-            generator,
-        )
+        self.members = dict(members)
+        self.sampler = Shares({name: shares[name] for name in members})
+        self.batch_size = batch_size
+        self.exact = bool(exact)
+        self.writes_to = writes_to
+        self._rng = generator
         self._refuse_other_schemas()
 
     # -- members

@@ -1246,10 +1246,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             flow.agree(row_count(self.storage))
             return flow.admits_insert(rows)
 
-        count_wait, reason = (
-            partial(flow.count_wait, of_sample=False),
-            partial(flow.why_no_write, rows),
-        )
+        count_wait = partial(flow.count_wait, of_sample=False)
+        reason = partial(flow.why_no_write, rows)
         with waiting.admitted(
             admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8
         ):
@@ -1312,11 +1310,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 stats,
                 None if bind is None else bind(plan.rows.layout),
             )
-        record, lanes, dim = (
-            self._recorder[2],
-            plan.ring.lanes,
-            self.dim_extend if how == "extend" else 0,
-        )
+        record = self._recorder[2]
+        lanes = plan.ring.lanes
+        dim = self.dim_extend if how == "extend" else 0
         count = data.shape[dim] if how == "extend" else 1
         return record and partial(
             record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1)
@@ -1337,10 +1333,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if self.parts is None or self._service_shutdown:
             self._refuse_shut_down()
             self._initialize()
-        rows, transforms = (
-            self._storage.rows,
-            torchrl_parts.modules_of(self.parts.transforms),
-        )
+        rows = self._storage.rows
+        transforms = torchrl_parts.modules_of(self.parts.transforms)
         is_plain = False
         if type(data) is TensorDict and rows is not None:
             keys, names = plain_entries(data).keys(), rows.layout.names.keys()
@@ -1375,10 +1369,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if time_dim and (not is_direct or data.ndim <= time_dim):
                 if data.ndim <= time_dim:
                     refuse_shape(data, storage.ndim)
-                data, time_dim = (
-                    reshaped(data, lambda data: data.transpose(time_dim, 0)),
-                    0,
-                )
+                data = reshaped(data, lambda data: data.transpose(time_dim, 0))
+                time_dim = 0
             if update_priority and parts.prioritized is not None:
                 td_error = self._errors_in(
                     data,
@@ -1942,11 +1934,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """See :meth:`last`, which reads all lanes, and :meth:`Lane.last`, which reads
         one."""
         with self._locked():
-            storage, ring, kind = (
-                self._storage,
-                self._storage.ring,
-                type(self._writer).__name__,
-            )
+            storage = self._storage
+            ring = self._storage.ring
+            kind = type(self._writer).__name__
             if not isinstance(self._writer, RoundRobinWriter):
                 raise TypeError(f"a {kind} keeps no order of age; use a RingWriter")
             storage.refuse_closed()
@@ -2298,10 +2288,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.storage, self.writer)
         with self._fully_locked(), defer_sigint:
-            previous, rng = (
-                super().set_sampler(sampler),
-                torchrl_parts.generator_of(sampler),
-            )
+            previous = super().set_sampler(sampler)
+            rng = torchrl_parts.generator_of(sampler)
             torchrl_parts.set_generator(sampler, self._rng)
             try:
                 self._connect(default_priorities=True)

@@ -385,10 +385,8 @@ class RolloutBuffer(ReplayBuffer):
         revision = self._storage.revision
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))
-            value, target = (
-                data.get(writer.value_key).float(),
-                data.get(writer.value_target_key).float(),
-            )
+            value = data.get(writer.value_key).float()
+            target = data.get(writer.value_target_key).float()
             advantage = (
                 target - value
                 if writer.normalize_advantage

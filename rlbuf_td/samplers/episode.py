@@ -159,12 +159,10 @@ class EpisodeSampler(SamplerWrapper):
             self.default() if sampler is None else sampler, done_key, traj_key
         )
         self._refuse_other_laws()
-        self.max_length, self.by, self.layout, self.gamma = (
-            max_length,
-            by,
-            layout,
-            gamma,
-        )
+        self.max_length = max_length
+        self.by = by
+        self.layout = layout
+        self.gamma = gamma
         if gamma is not None and self._inner is not None:
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
             raise ValueError(

@@ -141,15 +141,11 @@ class HindsightSampler(SamplerWrapper):
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
-        self.only_finished, self.future_gamma, self.her_ratio = (
-            only_finished,
-            future_gamma,
-            her_ratio,
-        )
-        self.goal_key, self.achieved_goal_key = (
-            as_tuple(goal_key),
-            as_tuple(achieved_goal_key),
-        )
+        self.only_finished = only_finished
+        self.future_gamma = future_gamma
+        self.her_ratio = her_ratio
+        self.goal_key = as_tuple(goal_key)
+        self.achieved_goal_key = as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
 
     def settings_changed(self) -> None:
@@ -215,10 +211,8 @@ class HindsightSampler(SamplerWrapper):
     def _goal_keys(self, storage: PackedStorage) -> list[tuple[str, ...]]:
         """Return the keys of the desired goals in a row; raise an error if a key is
         missing, or goals do not fit."""
-        outcome_key, next_key = (
-            ("next", *self.achieved_goal_key),
-            ("next", *self.goal_key),
-        )
+        outcome_key = ("next", *self.achieved_goal_key)
+        next_key = ("next", *self.goal_key)
         outcome = _needed(
             storage, outcome_key, "name the key of outcomes with achieved_goal_key"
         )

@@ -332,10 +332,8 @@ class _JoinedReading(Reading):
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
-        self.joined_at, self.joined_bytes = (
-            self.joined.ctypes.data,
-            self.joined.view(np.uint8).data,
-        )
+        self.joined_at = self.joined.ctypes.data
+        self.joined_bytes = self.joined.view(np.uint8).data
         self.kernel = loop("wrappers.cpu", "n_step")
         if self.observations:
             self.entry_kernel = loop("batch.entries_cpu", "read_joined_entries")

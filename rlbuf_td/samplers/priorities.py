@@ -233,7 +233,10 @@ class _Form:
             return None
         index, td_error, *others = addresses
         stamp = others.pop(0) if update.stamp is not None else 0
-        mask, burn_in_mask, every, eta = 0, 0, 1, 1.0
+        mask = 0
+        burn_in_mask = 0
+        every = 1
+        eta = 1.0
         if update.windows is not None:
             mask, burn_in_mask = others
             every, eta = update.windows.length, update.windows.eta

@@ -83,15 +83,11 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         reduction: Reduction,
         device: torch.device | str | None = None,
     ) -> None:
-        capacity, alpha = (
-            whole(1)("max_capacity", max_capacity),
-            exponent("alpha", alpha),
-        )
-        self.stratified, self.weight_norm, self.reduction = (
-            stratified,
-            weight_norm,
-            reduction,
-        )
+        capacity = whole(1)("max_capacity", max_capacity)
+        alpha = exponent("alpha", alpha)
+        self.stratified = stratified
+        self.weight_norm = weight_norm
+        self.reduction = reduction
         remedy = (
             "Use a smaller max_capacity, or UniformSampler, which has no priorities."
         )
@@ -278,10 +274,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
                 name: state_dict.get(name, value)
                 for name, value in self._settings().items()
             }
-            largest, capacity = (
-                float(state_dict["largest"]),
-                int(state_dict["max_capacity"]),
-            )
+            largest = float(state_dict["largest"])
+            capacity = int(state_dict["max_capacity"])
             with self._set(settings):
                 self.priorities.load(
                     self.alpha, self.beta, largest, state_dict["magnitude"], capacity

@@ -34,20 +34,16 @@ class PriorityFile:
     """
 
     def __init__(self, storage: PackedStorage) -> None:
-        self.folder, self.cells, self.process = (
-            storage.scratch_dir,
-            storage.max_size,
-            os.getpid(),
-        )
+        self.folder = storage.scratch_dir
+        self.cells = storage.max_size
+        self.process = os.getpid()
         path = Path(self.folder or "", PRIORITY_FILE)
         self.file = SharedFile(
             os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), HEADER
         )
         expected = [*_KIND, self.cells]
-        self.numbers, self.largest = (
-            SharedNumbers("q", expected),
-            SharedNumbers("d", [-1.0]),
-        )
+        self.numbers = SharedNumbers("q", expected)
+        self.largest = SharedNumbers("d", [-1.0])
         size = HEADER + 8 * self.cells
         is_old = os.fstat(self.file.descriptor).st_size == size
         if not is_old:

@@ -76,10 +76,8 @@ class BatchSlots:
         self.memory, self.expected = LeafMemory(tensors), HostTensors(tensors)
         # addresses of the tensors of each batch
         self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)
-        self.set_targets, self.address = (
-            Struct(f"{len(entries)}q").pack_into,
-            self.targets.ctypes.data,
-        )
+        self.set_targets = Struct(f"{len(entries)}q").pack_into
+        self.address = self.targets.ctypes.data
         self.batch_size, self.ready = torch.Size([size]), cast("list[BatchSlot]", [])
 
     def take(self) -> BatchSlot:
@@ -131,12 +129,10 @@ class Reading:
     drawn: Mapping[str, Tensor] = {}
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
-        self.storage, self.rows, self.size, self.is_stamped = (
-            storage,
-            storage.all_rows(),
-            size,
-            is_stamped,
-        )
+        self.storage = storage
+        self.rows = storage.all_rows()
+        self.size = size
+        self.is_stamped = is_stamped
         self.lanes = self.rows.lanes.numel() if self.rows.lanes else 0
         self.index: Entry = torch.int64, torch.Size([2] if self.lanes else [])
         self.kernel = loop("batch.cpu", "gather_rows")

@@ -103,11 +103,9 @@ class RecencySampler(RowSampler):
         *,
         max_age: int | None = None,
     ) -> None:
-        self.half_life, self.window, self.max_age = (
-            half_life,
-            window,
-            optional(whole(0))("max_age", max_age),
-        )
+        self.half_life = half_life
+        self.window = window
+        self.max_age = optional(whole(0))("max_age", max_age)
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
@@ -183,15 +181,11 @@ class RecencySampler(RowSampler):
 
     def probability(self, index: object, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
-        flat, lanes = (
-            flat_rows(index, storage, device_of(storage)),
-            lanes_of(storage).numel(),
-        )
+        flat = flat_rows(index, storage, device_of(storage))
+        lanes = lanes_of(storage).numel()
         if hasattr(storage, "ring"):
-            count, age = (
-                to_device(storage.ring.count, flat.device),
-                storage.ring.reach(flat)[1],
-            )
+            count = to_device(storage.ring.count, flat.device)
+            age = storage.ring.reach(flat)[1]
         else:
             steps = len(storage) // lanes
             count = torch.full((lanes,), steps, device=flat.device)

@@ -238,12 +238,10 @@ class SequenceSampler(SamplerWrapper):
         )
         self.gives_windows = output_layout == "batch_time"
         self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
-        self.length, self.burn_in, self.boundary, self.stride = (
-            length,
-            burn_in,
-            boundary,
-            stride,
-        )
+        self.length = length
+        self.burn_in = burn_in
+        self.boundary = boundary
+        self.stride = stride
         self._refuse_stride()
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.episode_keys.done_key[:-1]
@@ -317,15 +315,11 @@ class SequenceSampler(SamplerWrapper):
         """Draw as :meth:`draw_rows` does with ``boundary="strict"``, to the memory of a
         batch."""
         fill(storage, live, flat, report, scratch)
-        other, other_report = (
-            torch.empty_like(flat),
-            {name: torch.empty_like(entry) for name, entry in report.items()},
-        )
-        weight, order_at, replace = (
-            report.get("priority_weight"),
-            0,
-            loop("wrappers.cpu", "replace_short"),
-        )
+        other = torch.empty_like(flat)
+        other_report = {name: torch.empty_like(entry) for name, entry in report.items()}
+        weight = report.get("priority_weight")
+        order_at = 0
+        replace = loop("wrappers.cpu", "replace_short")
         windows = (
             self.episodes_of(storage).address,
             self.length,
@@ -497,11 +491,9 @@ class SequenceSampler(SamplerWrapper):
         ring = storage.ring
         if self.boundary == "shift":
             shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
-            anchors, back, ahead = (
-                ring.cells_after(anchors, -shift),
-                back - shift,
-                ahead + shift,
-            )
+            anchors = ring.cells_after(anchors, -shift)
+            back = back - shift
+            ahead = ahead + shift
         wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
         offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
         real = offset == wanted
@@ -532,10 +524,8 @@ class SequenceSampler(SamplerWrapper):
 
     def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
-        layout, init_key = (
-            storage.all_rows().layout,
-            cast("tuple[str, ...]", self.flag_keys[0]),
-        )
+        layout = storage.all_rows().layout
+        init_key = cast("tuple[str, ...]", self.flag_keys[0])
         flags = {leaf.dtype for leaf in layout.leaves if leaf.key in self.flag_keys}
         self.need_loops(storage)
         if storage.deduplicated.keys() & {*self.flag_keys}:
@@ -614,10 +604,8 @@ class SequenceSampler(SamplerWrapper):
         one. On other devices than the CPU, rows are taken for windows: a check would
         wait for the device.
         """
-        lanes, cells = (
-            storage.shape[1:].numel() if storage.ndim > 1 else 1,
-            len(storage),
-        )
+        lanes = storage.shape[1:].numel() if storage.ndim > 1 else 1
+        cells = len(storage)
         step = (rows[:, 1:] - rows[:, :-1]) % cells
         if backend_of(rows) == "numba" and not bool(
             ((step == 0) | (step == lanes % cells)).all()
@@ -677,10 +665,8 @@ class _WindowReading(Reading):
             name: self.target_of(name)
             for name in ("mask", "burn_in_mask", "anchor_index", *self.drawn)
         }
-        self.flags, self.bounds = (
-            self.targets_of(wrapper.flag_keys),
-            np.zeros((count, 2), np.int64),
-        )
+        self.flags = self.targets_of(wrapper.flag_keys)
+        self.bounds = np.zeros((count, 2), np.int64)
         if adds_init:
             self.flags[0] = self.target_of(init_key[0]), 1
         shape = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in}
@@ -693,20 +679,16 @@ class _WindowReading(Reading):
         memory["weight"] = weight.data_ptr() if is_weighted else 0
         self.windows = record_of(WINDOWS, **shape, **kind, **memory, **targets)
         self.windows_at = self.windows.ctypes.data
-        self.expand, self.mark_ends = (
-            loop("wrappers.cpu", "expand"),
-            loop("wrappers.cpu", "mark_ends"),
-        )
+        self.expand = loop("wrappers.cpu", "expand")
+        self.mark_ends = loop("wrappers.cpu", "mark_ends")
 
     def __call__(
         self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
     ) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
-        episodes, windows, targets = (
-            self.storage.episodes_now().address,
-            self.windows_at,
-            slot.targets,
-        )
+        episodes = self.storage.episodes_now().address
+        windows = self.windows_at
+        targets = slot.targets
         listed = self.listed if self.lanes else slot.report["index"]
         listed_at = listed.data_ptr()
         if not self.expand(
