@@ -11,10 +11,11 @@ from typing import Any, TypeVar, cast
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.parts import Parts, as_size
+from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.waiting import Cancels, ShutDown, attempts
 from rlbuf_td.samplers import QueueSampler
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.writers import QueueWriter
 
 Result = TypeVar("Result")
@@ -110,7 +111,7 @@ class ExperienceQueue(ReplayBuffer):
         so that writes would wait forever."""
         if self._batch_size is not None:
             sampler = cast("QueueSampler", self._sampler)
-            sampler.refuse_size(self._storage, as_size(self._batch_size))
+            sampler.refuse_size(self._storage, whole(0)("batch_size", self._batch_size))
 
     def set_sampler(self, part: object) -> Any:
         """Raise a ValueError, because a queue has a sampler and a writer of its own."""

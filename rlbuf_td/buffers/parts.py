@@ -26,7 +26,6 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     Info,
@@ -177,16 +176,6 @@ def has_own(sampler: Sampler, method: str, *empty: object) -> bool:
     ):
         sampler = sampler.sampler
     return getattr(type(sampler), method) not in empty
-
-
-def as_size(batch_size: object) -> int:
-    """Convert a batch size to an int; raise a ValueError if it is negative or no whole
-    number."""
-    return (
-        batch_size
-        if type(batch_size) is int and batch_size >= 0
-        else whole(0)("batch_size", batch_size)
-    )
 
 
 def _draws(sampler: Sampler) -> bool:

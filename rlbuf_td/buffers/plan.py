@@ -115,7 +115,7 @@ class TorchPlan(Plan):
 
     def __init__(self, storage: PackedStorage, sampler: Sampler, reason: str) -> None:
         super().__init__(storage, sampler, reason)
-        is_launched = self.wrapper is None and is_on_gpu(storage)
+        is_launched = self.wrapper is None and storage.is_launched
         self.draw_stamped = (
             compiled_form(sampler, "draw_stamped", "draw") if is_launched else None
         )
@@ -293,7 +293,7 @@ def plan_of(
 ) -> CompiledPlan | TorchPlan:
     """Return the plan of a storage and a sampler, with memory for batches of ``size``
     rows."""
-    if is_on_gpu(storage):
+    if storage.is_launched:
         return TorchPlan(storage, sampler, why_not_launched(sampler, storage, "works"))
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
@@ -312,11 +312,6 @@ def _draws_itself(sampler: Sampler) -> bool:
     )
 
 
-def is_on_gpu(storage: PackedStorage) -> bool:
-    """Whether kernels on a GPU read the rows of a storage."""
-    return storage.rows is not None and storage.rows.is_launched
-
-
 def why_not_launched(sampler: object, storage: PackedStorage, what: str) -> str:
     """Say in one line why there are no kernels on a GPU for the work of a sampler; ""
     if there are."""
@@ -331,8 +326,10 @@ def _why_not_gathered(storage: PackedStorage) -> str:
     reading; "" if they have one."""
     if not len(storage):  # a sampler says so; a reading would look up episodes first
         return "there are no rows"
-    readers = "gather", "get", "written_rows", "all_rows"
-    if compiled_form(storage, "bind_read", *readers) is None:
+    for name in ("gather", "get", "written_rows", "all_rows"):
+        method = getattr(storage, name)
+        if getattr(method, "__func__", None) is getattr(PackedStorage, name):
+            continue
         return f"{type(storage).__name__} has no compiled read"
     dims = storage.all_rows().layout.root.batch_size
     if dims:

@@ -41,7 +41,6 @@ from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.loop_step import LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
-    as_size,
     copied,
     has_own,
     refuse_ahead,
@@ -56,7 +55,6 @@ from rlbuf_td.buffers.plan import (
     Drawn,
     GeneralPlan,
     Plan,
-    is_on_gpu,
     plan_of,
     why_not_compiled,
     why_not_launched,
@@ -115,7 +113,7 @@ from rlbuf_td.storages.indexing import (
     row_count,
     written_rows,
 )
-from rlbuf_td.storages.keys import is_key, nested_key, optional_key
+from rlbuf_td.storages.keys import as_tuple, is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listener, Stage
 from rlbuf_td.storages.lock import defer_sigint
@@ -744,7 +742,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._initialize()
         if batch_size is None:
             raise RuntimeError(_NO_SIZE)
-        return as_size(batch_size)
+        return whole(0)("batch_size", batch_size)
 
     def _drawn_when_admitted(
         self,
@@ -890,7 +888,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if prioritized is not None:
             calls["update_tensordict_priority"] = (
                 why_not_launched(prioritized, storage, "updates priorities")
-                if is_on_gpu(storage)
+                if storage.is_launched
                 else why_not_compiled(storage)
             )
         plan = self._storage.write_plan
@@ -1699,21 +1697,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """Raise a SchemaError if an edit with these entries would round whole numbers,
         see :func:`refuse_rounding`."""
         layout = self.storage.layout
+        if layout is None:
+            return
         for path, value in walk(values):
-            key = unravel_key(path)
-            key = (key,) if isinstance(key, str) else key
-            if (
-                layout is not None
-                and isinstance(value, torch.Tensor)
-                and key in layout.places
-            ):
-                dtype = layout.leaves[layout.places[key]].dtype
-                refuse_rounding(
-                    key,
-                    value,
-                    dtype,
-                    f"cast it with .to({dtype}), or store it in float64",
-                )
+            leaf = layout.leaf(as_tuple(unravel_key(path)))
+            if leaf is not None and isinstance(value, torch.Tensor):
+                remedy = f"cast it with .to({leaf.dtype}), or store it in float64"
+                refuse_rounding(leaf.key, value, leaf.dtype, remedy)
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown and self._storage.is_closed:

@@ -87,11 +87,7 @@ def entry_by_row(
     """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a
     SchemaError if it does not fit."""
     layout, value = storage.layout, batch.get(key, None)
-    leaf = (
-        None
-        if layout is None or key not in layout.places
-        else layout.leaves[layout.places[key]]
-    )
+    leaf = None if layout is None else layout.leaf(key)
     if leaf is None or not isinstance(value, torch.Tensor):
         raise SchemaError(
             f"cannot write back {show_key(key)}: the {'rows have' if leaf is None else 'batch has'} none"

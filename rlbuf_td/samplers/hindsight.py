@@ -18,7 +18,7 @@ from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_values_
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
-from rlbuf_td.samplers.wrapper import SamplerWrapper, leaf_stored
+from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -226,7 +226,7 @@ class HindsightSampler(SamplerWrapper):
                 storage, self.goal_key, "name the key of desired goals with goal_key"
             )
         ]
-        next_goal = leaf_stored(storage, next_key)
+        next_goal = storage.all_rows().layout.leaf(next_key)
         if next_goal is not None:
             goals.append(next_goal)
         for goal in goals:
@@ -329,7 +329,7 @@ class _RelabelledReading(Reading):
 
 
 def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Leaf:
-    leaf = leaf_stored(storage, key)
+    leaf = storage.all_rows().layout.leaf(key)
     if leaf is None:
         raise KeyError(
             f"hindsight needs {show_key(key)}, which is not stored: {remedy}"

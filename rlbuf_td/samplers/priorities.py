@@ -31,7 +31,6 @@ from rlbuf_td.samplers.common import (
     OneStorage,
     as_errors,
     refuse_priorities,
-    uniform_numbers,
 )
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
@@ -96,10 +95,8 @@ class PriorityRule(ABC):
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what :meth:`draw` does with numbers of ``generator``, and the serials
-        of the rows, ``[B]``, or None."""
-        device = self.table.magnitude.device
-        uniform = uniform_numbers(batch, generator, device)
-        return *self.draw(uniform, rows, stratified, norm), None
+        of the rows, ``[B]``, or None; with a kernel on a GPU."""
+        raise NotImplementedError
 
     @abstractmethod
     def draw_into(

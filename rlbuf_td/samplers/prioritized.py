@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting
+from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -133,9 +133,12 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
         how = self.stratified, self.weight_norm
-        return rule.launch_draw(
-            batch_size, rows, *how, generator=self._rng, serials=serials
-        )
+        if rule.is_launched:
+            return rule.launch_draw(
+                batch_size, rows, *how, generator=self._rng, serials=serials
+            )
+        uniform = uniform_numbers(batch_size, self._rng, rule.table.magnitude.device)
+        return *rule.draw(uniform, rows, *how), None
 
     def draw_into(
         self,

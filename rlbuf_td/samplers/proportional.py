@@ -63,10 +63,6 @@ class ProportionalRule(PriorityRule):
         generator: torch.Generator | None,
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self.is_launched:
-            return super().launch_draw(
-                *(batch, rows, stratified, norm), generator=generator, serials=serials
-            )
         law = law_of(batch, stratified, self.settings.values[BETA], norm)
         return sum_tree.launch_draw(
             self.table, batch, law, rows, generator=generator, serials=serials

@@ -383,17 +383,10 @@ def reading_of(
     return reading(storage, size, is_stamped)
 
 
-def leaf_stored(storage: PackedStorage, key: tuple[str, ...]) -> Leaf | None:
-    """Return the dtype and the shape of a key in each row, or None if it is not
-    stored."""
-    layout = storage.all_rows().layout
-    return layout.leaves[layout.places[key]] if key in layout.places else None
-
-
 def summable(storage: PackedStorage, key: tuple[str, ...], what: str) -> Leaf:
     """Return the dtype and the shape of the rewards to sum; raise an error that names
     ``what`` needs them."""
-    leaf = leaf_stored(storage, key)
+    leaf = storage.all_rows().layout.leaf(key)
     if leaf is None or key in storage.deduplicated:
         raise KeyError(f"{what} need {show_key(key)}, which is not stored")
     if not leaf.dtype.is_floating_point:
