@@ -175,7 +175,7 @@ class CompiledPlan(Plan):
             self.draw_into = compiled_form(sampler, "draw_into", "draw")
         else:
             self.count, self.draws = wrapper.drawn_rows_of(size), wrapper.draw_rows
-            self.draw_into = wrapper.fill()
+            self.draw_into = wrapper.find_draw_into()
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
@@ -194,7 +194,7 @@ class CompiledPlan(Plan):
         ready = memory.slots.ready
         slot = ready.pop() if ready else memory.slots.take()
         flat = slot.report["index"] if memory.rows is None else memory.rows
-        weights = memory.reading.drawn or slot.report
+        weights = memory.reading.anchor_weights or slot.report
         self.draw_into(self.storage, live, flat, weights, memory.scratch)
         cells = live[0] if live[1] else self._cells_with(flat)
         if memory.kernel is not None:
@@ -273,7 +273,9 @@ class CompiledPlan(Plan):
         with torch.inference_mode(False):
             reading = reading_of(self.sampler, self.storage, count, self.is_stamped)
             is_weighted = (
-                self.is_stamped and self.draw_into is not None and not reading.drawn
+                self.is_stamped
+                and self.draw_into is not None
+                and not reading.anchor_weights
             )
             named = [*reading.named(), *[WEIGHT] * is_weighted]
             layout = reading.rows.layout

@@ -1268,15 +1268,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         # data of the rows' dtypes and shapes needs no conversion
         if record is not None:
             return self._write_now(data, how, update_priority, lanes, record)
-        time_dim = (
-            -1
-            if data.ndim > dims
-            else None
-            if how == "add"
-            else self.dim_extend
-            if lanes is None
-            else 0
-        )
+        if data.ndim > dims:
+            time_dim = -1
+        elif how == "add":
+            time_dim = None
+        else:
+            time_dim = self.dim_extend if lanes is None else 0
         # refuses malformed data before the write
         steps = stats.read(data, time_dim=time_dim)
         with self._locked(), defer_sigint:
@@ -2453,13 +2450,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 f"a PrioritizedReplayBuffer makes its own ProportionalSampler: {remedy}"
             )
         refuse_class("storage", storage)
-        rows = (
-            PackedStorage(1_000)
-            if storage is None
-            else storage
-            if isinstance(storage, Storage)
-            else storage()
-        )
+        if storage is None:
+            storage = PackedStorage(1_000)
+        rows = storage if isinstance(storage, Storage) else storage()
         sampler = ProportionalSampler(
             rows.max_size, alpha, beta, eps, reduction=reduction
         )

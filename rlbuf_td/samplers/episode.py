@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.functional import reward2go
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
+from rlbuf_td.samplers.wrapper import RevisedBatch, SamplerWrapper, summable
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -205,7 +205,7 @@ class EpisodeSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return _ALL
 
-    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> RevisedBatch:
         """Draw episodes, and return their rows as a flat batch."""
         if not len(storage):
             raise RuntimeError(EMPTY)
@@ -214,7 +214,9 @@ class EpisodeSampler(SamplerWrapper):
             self.warn_if_interleaved(storage)
         return self.batch_of(storage, anchors, {})
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
+    def batch_of(
+        self, storage: PackedStorage, flat: Tensor, info: Info
+    ) -> RevisedBatch:
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as
         a flat batch."""
         pieces = self._pieces(storage, flat)

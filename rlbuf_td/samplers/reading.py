@@ -125,8 +125,8 @@ class Reading:
 
     entries: Sequence[Named] = ()  # what is added to the batch
     window = 1  # the rows of a batch per drawn row
-    # the weights of the drawn rows, if not those of a batch's rows
-    drawn: Mapping[str, Tensor] = {}
+    # the weights of the anchors, if not those of the rows of a batch
+    anchor_weights: Mapping[str, Tensor] = {}
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         self.storage = storage

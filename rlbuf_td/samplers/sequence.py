@@ -33,7 +33,7 @@ from rlbuf_td.samplers.reading import (
 )
 from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import (
-    Drawn,
+    RevisedBatch,
     SamplerWrapper,
     reading_of,
 )
@@ -296,16 +296,18 @@ class SequenceSampler(SamplerWrapper):
             else self._fitting(storage, anchors, info)
         )
 
-    def fill(self) -> Callable[..., None] | None:
+    def find_draw_into(self) -> Callable[..., None] | None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        fill = super().fill()
-        if self.stride is not None or fill is None:
+        draw_into = super().find_draw_into()
+        if self.stride is not None or draw_into is None:
             return None
-        return partial(self._fill_fitting, fill) if self.boundary == "strict" else fill
+        if self.boundary == "strict":
+            return partial(self._draw_fitting_into, draw_into)
+        return draw_into
 
-    def _fill_fitting(
+    def _draw_fitting_into(
         self,
-        fill: Callable[..., None],
+        draw_into: Callable[..., None],
         storage: PackedStorage,
         live: tuple[int, bool],
         flat: Tensor,
@@ -314,7 +316,7 @@ class SequenceSampler(SamplerWrapper):
     ) -> None:
         """Draw as :meth:`draw_rows` does with ``boundary="strict"``, to the memory of a
         batch."""
-        fill(storage, live, flat, report, scratch)
+        draw_into(storage, live, flat, report, scratch)
         other = torch.empty_like(flat)
         other_report = {name: torch.empty_like(entry) for name, entry in report.items()}
         weight = report.get("priority_weight")
@@ -343,12 +345,14 @@ class SequenceSampler(SamplerWrapper):
                 refuse_unwritten(flat, storage)
             if not short:
                 return self._weigh_again_(flat, report) if rounds else None
-            fill(storage, live, other, other_report, scratch)
+            draw_into(storage, live, other, other_report, scratch)
             order = permutation(len(flat), self._rng, flat.device)
             order_at = order.data_ptr()
         self._refuse_trajectories()
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
+    def batch_of(
+        self, storage: PackedStorage, flat: Tensor, info: Info
+    ) -> RevisedBatch:
         """Expand the anchors at flat indices ``flat`` to windows.
 
         Even with ``boundary="strict"``, no anchor is replaced.
@@ -651,7 +655,9 @@ class _WindowReading(Reading):
             [(init_key[0], (torch.bool, torch.Size([1])))] if adds_init else []
         )
         masks: list[Named] = [("mask", FLAG), ("burn_in_mask", FLAG)]
-        is_weighted = is_stamped and self.window > 1 and wrapper.fill() is not None
+        is_weighted = (
+            is_stamped and self.window > 1 and wrapper.find_draw_into() is not None
+        )
         self.entries = [
             *inner.entries,
             *masks,
@@ -660,10 +666,10 @@ class _WindowReading(Reading):
             *[WEIGHT] * is_weighted,
         ]
         weight = torch.zeros(count, dtype=torch.float32, device="cpu")
-        self.drawn = {"priority_weight": weight} if is_weighted else {}
+        self.anchor_weights = {"priority_weight": weight} if is_weighted else {}
         targets = {
             name: self.target_of(name)
-            for name in ("mask", "burn_in_mask", "anchor_index", *self.drawn)
+            for name in ("mask", "burn_in_mask", "anchor_index", *self.anchor_weights)
         }
         self.flags = self.targets_of(wrapper.flag_keys)
         self.bounds = np.zeros((count, 2), np.int64)

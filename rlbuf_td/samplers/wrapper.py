@@ -55,7 +55,7 @@ def _of_inner(name: str) -> Any:
     )
 
 
-Drawn: TypeAlias = tuple[Tensor, Info, TensorDictBase]
+RevisedBatch: TypeAlias = tuple[Tensor, Info, TensorDictBase]
 """Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in
 new memory."""
 
@@ -129,7 +129,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
-    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> RevisedBatch:
         """Draw and revise a batch."""
         flat, info = self.draw_rows(storage, batch_size)
         # compiled loops look up the trajectories of these rows without a check
@@ -149,7 +149,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         many."""
         return batch_size
 
-    def fill(self) -> Callable[..., None] | None:
+    def find_draw_into(self) -> Callable[..., None] | None:
         """Return the form of :meth:`draw_rows` that writes to given memory, see
         :class:`CompiledPlan`, or None."""
         return compiled_form(self.innermost, "draw_into", "draw")
@@ -194,7 +194,9 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         if fault:
             warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=2)
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
+    def batch_of(
+        self, storage: PackedStorage, flat: Tensor, info: Info
+    ) -> RevisedBatch:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and
         their info dict."""
         return flat, info, self.read(storage, flat, flat)
