@@ -39,11 +39,11 @@ def refuse_unknown(cls: type, names: Iterable[str]) -> None:
 
 @cache
 def _known() -> frozenset[str]:
-    found = (
+    signatures = (
         inspect.signature(owner.__init__).parameters
         for owner in (TorchRLBuffer, TensorDictReplayBuffer)
     )
-    return frozenset().union(*found)
+    return frozenset().union(*signatures)
 
 
 def _meant(name: str, makes: Collection[str]) -> str:
@@ -52,18 +52,18 @@ def _meant(name: str, makes: Collection[str]) -> str:
     if name in _SIZES:
         return "its capacity is that of its storage, storage=PackedStorage(100_000)"
     rooms = {"storage": storages, "sampler": samplers, "writer": writers}
-    found = [
+    parts = [
         (part, owner)
         for part, room in rooms.items()
         if part not in makes
         for owner in room.__all__
         if name in _parameters(getattr(room, owner))
     ]
-    if not found:
+    if not parts:
         known = sorted(_known() - {"self", "kwargs"})
         return f"there are also those of TorchRL's buffers, {', '.join(known)}"
-    part, owner = found[0]
-    others = ", ".join(other for _, other in found[1:])
+    part, owner = parts[0]
+    others = ", ".join(other for _, other in parts[1:])
     also = f" (also of {others})" if others else ""
     return f"it is one of {owner}{also}; pass it there, {part}={owner}(..., {name}=...)"
 

@@ -11,10 +11,11 @@ from typing import Any, TypeVar, cast
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.parts import Parts, as_size
+from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.waiting import Cancels, ShutDown, attempts
 from rlbuf_td.samplers import QueueSampler
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.writers import QueueWriter
 
 Result = TypeVar("Result")
@@ -110,7 +111,7 @@ class ExperienceQueue(ReplayBuffer):
         so that writes would wait forever."""
         if self._batch_size is not None:
             sampler = cast("QueueSampler", self._sampler)
-            sampler.refuse_size(self._storage, as_size(self._batch_size))
+            sampler.refuse_size(self._storage, whole(0)("batch_size", self._batch_size))
 
     def set_sampler(self, part: object) -> Any:
         """Raise a ValueError, because a queue has a sampler and a writer of its own."""
@@ -123,12 +124,12 @@ class ExperienceQueue(ReplayBuffer):
         """The number of rows that have not been sampled yet."""
         return self._initialize().writer.waiting
 
-    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+    def add(self, data: TensorDictBase, *columns: object) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see
         :class:`ExperienceQueue`."""
         self._refuse_blocking(self._batch_size, 1)
         return self._once_possible(  # pyrefly: ignore [bad-return]
-            partial(super().add, data), self.timeout, slow_write=4
+            partial(super().add, data, *columns), self.timeout, slow_write=4
         )
 
     def extend(

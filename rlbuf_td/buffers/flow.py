@@ -66,11 +66,9 @@ class FlowControl:
             raise ValueError(
                 f"tolerance {least}, got {tolerance}: neither batches nor writes could pass"
             )
-        self.samples_per_insert, self.min_size, self.given_tolerance = (
-            samples_per_insert,
-            min_size,
-            tolerance,
-        )
+        self.samples_per_insert = samples_per_insert
+        self.min_size = min_size
+        self.given_tolerance = tolerance
         #: The rows that it counts from when they are published; None: it counts only
         # what it is told.
         self.storage: PackedStorage | None = None

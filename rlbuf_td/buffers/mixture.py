@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from math import lcm
@@ -139,16 +139,12 @@ class ReplayBufferMixture:
         generator: torch.Generator | None = None,
     ) -> None:
         refuse_members(members, shares, writes_to)
-        self.members, self.sampler = (
-            dict(members),
-            Shares({name: shares[name] for name in members}),
-        )
-        self.batch_size, self.exact, self.writes_to, self._rng = (
-            batch_size,
-            bool(exact),
-            writes_to,
-            generator,
-        )
+        self.members = dict(members)
+        self.sampler = Shares({name: shares[name] for name in members})
+        self.batch_size = batch_size
+        self.exact = bool(exact)
+        self.writes_to = writes_to
+        self._rng = generator
         self._refuse_other_schemas()
 
     # -- members
@@ -185,7 +181,9 @@ class ReplayBufferMixture:
             for name, member in self.members.items()
             if member.storage.layout is not None
         }
-        reserved = {name for name, storage in rows.items() if storage.is_reserved}
+        reserved = frozenset(
+            name for name, storage in rows.items() if storage.is_reserved
+        )
         refuse_entries(self.members)
         leaves_of = {
             name: storage.all_rows().layout.leaves for name, storage in rows.items()
@@ -935,29 +933,28 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
 
 
 def refuse_difference(
-    members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()
+    members: dict[str, dict[tuple[str, ...], Any]],
+    reserved: frozenset[str] = frozenset(),
 ) -> None:
     """Raise a SchemaError if members differ in keys, dtypes or shapes; members in
     ``reserved`` may lack keys."""
     if not members:
         return
-    (first, known), *others = members.items()
-    for name, found in others:
-        if found == known:  # usual
+    (first, expected), *others = members.items()
+    for name, entries in others:
+        if entries == expected:  # usual
             continue
-        for key in sorted(known.keys() | found.keys()):
-            comes_later = any(
-                who in reserved and key not in each
-                for who, each in ((first, known), (name, found))
-            )
-            if comes_later or known.get(key) == found.get(key):
+        for key in sorted(expected.keys() | entries.keys()):
+            pair = {first: expected.get(key), name: entries.get(key)}
+            comes_later = any(pair[member] is None for member in reserved & pair.keys())
+            if comes_later or pair[first] == pair[name]:
                 continue
-            words = [
-                f"{kind(*each[key])} in {who!r}"
-                if key in each
-                else f"missing in {who!r}"
-                for who, each in ((first, known), (name, found))
-            ]
+            one, other = (
+                f"missing in {member!r}"
+                if entry is None
+                else f"{kind(*entry)} in {member!r}"
+                for member, entry in pair.items()
+            )
             raise SchemaError(
-                f"members must hold the same entries: {show_key(key)} is {words[0]}, {words[1]}"
+                f"members must hold the same entries: {show_key(key)} is {one}, {other}"
             )

@@ -26,7 +26,6 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     Info,
@@ -95,7 +94,7 @@ class Parts(NamedTuple):
         windows = wrapper is not None and wrapper.gives_windows and not is_general
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
-        own = "add", "extend", "append"
+        names = "add", "extend", "append"
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         return cls(
             *(storage, sampler, writer, wrapper, prioritized, transforms),
@@ -103,7 +102,7 @@ class Parts(NamedTuple):
             writes_directly=isinstance(writer, TimeWriter)
             and all(
                 getattr(writer, name).__func__ is getattr(TimeWriter, name)
-                for name in own
+                for name in names
             ),
             notices=frozenset(
                 how for how in ("add", "extend") if has_own(sampler, how, *nothing)
@@ -179,26 +178,16 @@ def has_own(sampler: Sampler, method: str, *empty: object) -> bool:
     return getattr(type(sampler), method) not in empty
 
 
-def as_size(batch_size: object) -> int:
-    """Convert a batch size to an int; raise a ValueError if it is negative or no whole
-    number."""
-    return (
-        batch_size
-        if type(batch_size) is int and batch_size >= 0
-        else whole(0)("batch_size", batch_size)
-    )
-
-
 def _draws(sampler: Sampler) -> bool:
     """Whether a sampler's class draws with ``draw``, not with a ``sample`` of its
     own."""
-    found = (
+    methods = (
         name
-        for each in type(sampler).__mro__
+        for base in type(sampler).__mro__
         for name in ("draw", "sample")
-        if name in each.__dict__
+        if name in base.__dict__
     )
-    return next(found) == "draw"
+    return next(methods) == "draw"
 
 
 def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
@@ -214,8 +203,8 @@ def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
         raise NotImplementedError(NO_GENERATIONS)
     if isinstance(writer, ReservoirWriter):
         writer.refuse_others(storage)
-    for each in listeners_of(storage):
-        refuse_unordered(getattr(each, "_sampler", None), storage, writer)
+    for buffer in listeners_of(storage):
+        refuse_unordered(getattr(buffer, "_sampler", None), storage, writer)
 
 
 def refuse_writer_of_reopened(writer: Writer) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -28,7 +28,7 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import WEIGHT, BatchSlots, Reading, Uncompiled
+from rlbuf_td.samplers.reading import WEIGHT, BatchSlot, BatchSlots, Reading, Uncompiled
 from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import SamplerWrapper, reading_of
 from rlbuf_td.storages import PackedStorage
@@ -42,36 +42,25 @@ if TYPE_CHECKING:
 # a batch, and the sampler's report, which it contains
 Drawn: TypeAlias = tuple[Any, Info]
 _MOST_SIZES = 8  # numbers of drawn rows for which a plan keeps memory
+_IN_USE = -1  # no epoch of a storage
 
 
 class Plan(ABC):
     """Makes batches of one storage with one sampler; ``reason``: why compiled code does
     not, "" if it does."""
 
-    is_busy = False  # a reward_fn that samples the buffer must not use the same memory
     # whether `sample` returns its batches as they are, while there are no transforms
     is_final = False
     transforms: Collection[Any] = ()  # the buffer's own
 
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
         self.storage, self.sampler, self.reason = storage, sampler, reason
-        self.ring, self.mode = storage.ring, in_dispatch_mode()
-        self.epoch = storage.epoch
+        self.ring = storage.ring
+        # the plan holds while these numbers are the same
+        self.epoch, self.mode = storage.epoch, in_dispatch_mode()
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if self.wrapper is None else self.wrapper.innermost
         self.is_stamped = isinstance(innermost, Prioritized)
-
-    def holds(self) -> bool:
-        """Whether the plan is not in use, and rows and serials are those with which it
-        was made.
-
-        Rows do not move: users get aliases of their memory.
-        """
-        return (
-            not self.is_busy
-            and self.epoch == self.storage.epoch
-            and in_dispatch_mode() == self.mode
-        )
 
     @abstractmethod
     def sample(self, size: int) -> Drawn:
@@ -126,7 +115,7 @@ class TorchPlan(Plan):
 
     def __init__(self, storage: PackedStorage, sampler: Sampler, reason: str) -> None:
         super().__init__(storage, sampler, reason)
-        is_launched = self.wrapper is None and is_on_gpu(storage)
+        is_launched = self.wrapper is None and storage.is_launched
         self.draw_stamped = (
             compiled_form(sampler, "draw_stamped", "draw") if is_launched else None
         )
@@ -186,73 +175,94 @@ class CompiledPlan(Plan):
             self.draw_into = compiled_form(sampler, "draw_into", "draw")
         else:
             self.count, self.draws = wrapper.drawn_rows_of(size), wrapper.draw_rows
-            self.draw_into = wrapper.fill()
+            self.draw_into = wrapper.find_draw_into()
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (
             wrapper is None or not wrapper.takes_goals
         )
-        #: Whether a batch is returned as soon as rows have been drawn to its memory,
-        # and gathered.
-        self.is_direct = wrapper is None and self.is_complete
+        self.checks_order = wrapper is not None
         self.memories: dict[int, _Memory] = {}
         self._make(self.count)
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        live, report, drawn, count = self.ring.numbered(), {}, None, self.count
+        live = self.ring.numbered()
         if self.draw_into is None:
-            drawn, report = self.draws(self.storage, size)
-            # a user's sampler may give every other element of a tensor
-            drawn = drawn.cpu().contiguous()
-            address_of(drawn)  # raises an error if the rows have no memory
-            count = drawn.shape[0]
+            return self._sample_listed(size, live)
+        memory = self.memories[self.count]
+        ready = memory.slots.ready
+        slot = ready.pop() if ready else memory.slots.take()
+        flat = slot.report["index"] if memory.rows is None else memory.rows
+        weights = memory.reading.anchor_weights or slot.report
+        self.draw_into(self.storage, live, flat, weights, memory.scratch)
+        cells = live[0] if live[1] else self._cells_with(flat)
+        if memory.kernel is not None:
+            # the kernel alone, where the reading would only call it
+            address = memory.reading.address
+            is_filled = memory.kernel(
+                address, flat.data_ptr(), slot.targets, cells, 0, self.count
+            )
+        elif self.is_complete:
+            is_filled = memory.reading(memory.slots, slot, flat, flat, cells)
+        else:
+            is_filled = self._fill(memory, slot, flat, cells)
+        if not is_filled:
+            refuse_unwritten(flat, self.storage)
+        if self.checks_order:
+            self._check_order()
+        return slot.batch, slot.report
+
+    def _sample_listed(self, size: int, live: tuple[int, bool]) -> Drawn:
+        """Make a batch of rows that the sampler returns in tensors of its own."""
+        drawn, report = self.draws(self.storage, size)
+        # a user's sampler may give every other element of a tensor
+        drawn = drawn.cpu().contiguous()
+        address_of(drawn)  # raises an error if the rows have no memory
+        count = drawn.shape[0]
         memory = self.memories.get(count) or self._make(count)
         slot = memory.slots.take()
         flat = slot.report["index"] if memory.rows is None else memory.rows
-        if drawn is None:
-            weights = memory.reading.drawn or slot.report
-            # pyrefly: ignore [not-callable]
-            self.draw_into(self.storage, live, flat, weights, memory.scratch)
-        else:
-            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
-        cells = live[0]
-        if not live[1]:  # some cells are holes
-            self.storage.refuse_holes(flat)
-            cells = self.ring.longest * self.ring.lanes
-        if self.is_direct:
-            # the kernel alone, where the reading would only call it
-            kernel, address = memory.kernel, memory.reading.address
-            is_filled = (
-                memory.reading(memory.slots, slot, flat, flat, cells)
-                if kernel is None
-                else kernel(
-                    address, flat.data_ptr(), slot.targets, cells, 0, self.count
-                )
-            )
-            if not is_filled:
-                refuse_unwritten(flat, self.storage)
+        flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
+        cells = live[0] if live[1] else self._cells_with(flat)
+        if not self._fill(memory, slot, flat, cells):
+            refuse_unwritten(flat, self.storage)
+        if self.checks_order:
+            self._check_order()
+        if not report:
             return slot.batch, slot.report
-        self.is_busy = True
-        try:
-            if not memory.reading(memory.slots, slot, flat, flat, cells):
-                refuse_unwritten(flat, self.storage)
-        finally:
-            self.is_busy = False
-        if report:
-            window = memory.reading.window
-            report = {
-                name: value.repeat_interleave(window, 0)
-                for name, value in report.items()
-            } | slot.report
-            merge_(slot.batch, report)
-        else:
-            report = slot.report
-            if not self.is_complete:
-                set_entries_(slot.batch, report)
-        if self.wrapper is not None and not self.wrapper.has_checked_order:
-            self.wrapper.warn_if_interleaved(self.storage)
+        window = memory.reading.window
+        expanded = {
+            name: value.repeat_interleave(window, 0) for name, value in report.items()
+        }
+        report = expanded | slot.report
+        merge_(slot.batch, report)
         return slot.batch, report
+
+    def _cells_with(self, flat: Tensor) -> int:
+        """Return the number of cells, some of which are holes; raise an error if one of
+        the rows ``flat`` is a hole."""
+        self.storage.refuse_holes(flat)
+        return self.ring.longest * self.ring.lanes
+
+    def _fill(self, memory: _Memory, slot: BatchSlot, flat: Tensor, cells: int) -> bool:
+        """Fill a batch that functions of the user see before it has its report; return
+        False if a row is none of the ``cells``."""
+        # a function that samples the buffer must not use the same memory
+        epoch, self.epoch = self.epoch, _IN_USE
+        try:
+            is_filled = memory.reading(memory.slots, slot, flat, flat, cells)
+        finally:
+            self.epoch = epoch
+        set_entries_(slot.batch, slot.report)
+        return is_filled
+
+    def _check_order(self) -> None:
+        """Warn, once enough rows tell, if the trajectories of rows are interleaved."""
+        wrapper = cast("SamplerWrapper", self.wrapper)
+        if not wrapper.has_checked_order:
+            wrapper.warn_if_interleaved(self.storage)
+        self.checks_order = not wrapper.has_checked_order
 
     def _make(self, count: int) -> _Memory:
         """Make the memory for a number of drawn rows; a user's sampler, or the end of
@@ -263,7 +273,9 @@ class CompiledPlan(Plan):
         with torch.inference_mode(False):
             reading = reading_of(self.sampler, self.storage, count, self.is_stamped)
             is_weighted = (
-                self.is_stamped and self.draw_into is not None and not reading.drawn
+                self.is_stamped
+                and self.draw_into is not None
+                and not reading.anchor_weights
             )
             named = [*reading.named(), *[WEIGHT] * is_weighted]
             layout = reading.rows.layout
@@ -272,7 +284,8 @@ class CompiledPlan(Plan):
             if reading.lanes or reading.window > 1:
                 rows = torch.zeros(count, dtype=torch.int64, device="cpu")
             scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
-        memory = _Memory(reading, slots, rows, scratch, reading.single_call(count))
+        kernel = reading.single_call(count) if self.wrapper is None else None
+        memory = _Memory(reading, slots, rows, scratch, kernel)
         self.memories[count] = memory
         return memory
 
@@ -282,7 +295,7 @@ def plan_of(
 ) -> CompiledPlan | TorchPlan:
     """Return the plan of a storage and a sampler, with memory for batches of ``size``
     rows."""
-    if is_on_gpu(storage):
+    if storage.is_launched:
         return TorchPlan(storage, sampler, why_not_launched(sampler, storage, "works"))
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
@@ -301,11 +314,6 @@ def _draws_itself(sampler: Sampler) -> bool:
     )
 
 
-def is_on_gpu(storage: PackedStorage) -> bool:
-    """Whether kernels on a GPU read the rows of a storage."""
-    return storage.rows is not None and storage.rows.is_launched
-
-
 def why_not_launched(sampler: object, storage: PackedStorage, what: str) -> str:
     """Say in one line why there are no kernels on a GPU for the work of a sampler; ""
     if there are."""
@@ -320,8 +328,10 @@ def _why_not_gathered(storage: PackedStorage) -> str:
     reading; "" if they have one."""
     if not len(storage):  # a sampler says so; a reading would look up episodes first
         return "there are no rows"
-    readers = "gather", "get", "written_rows", "all_rows"
-    if compiled_form(storage, "bind_read", *readers) is None:
+    for name in ("gather", "get", "written_rows", "all_rows"):
+        method = getattr(storage, name)
+        if getattr(method, "__func__", None) is getattr(PackedStorage, name):
+            continue
         return f"{type(storage).__name__} has no compiled read"
     dims = storage.all_rows().layout.root.batch_size
     if dims:

@@ -41,7 +41,6 @@ from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.loop_step import LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
-    as_size,
     copied,
     has_own,
     refuse_ahead,
@@ -56,7 +55,6 @@ from rlbuf_td.buffers.plan import (
     Drawn,
     GeneralPlan,
     Plan,
-    is_on_gpu,
     plan_of,
     why_not_compiled,
     why_not_launched,
@@ -77,6 +75,7 @@ from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
+from rlbuf_td.kernels.host_memory import in_dispatch_mode
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (
     OwnSignature,
@@ -114,7 +113,7 @@ from rlbuf_td.storages.indexing import (
     row_count,
     written_rows,
 )
-from rlbuf_td.storages.keys import is_key, nested_key, optional_key
+from rlbuf_td.storages.keys import as_tuple, is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listener, Stage
 from rlbuf_td.storages.lock import defer_sigint
@@ -251,12 +250,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             or cls is not ReplayBuffer
         ):
             return super().__new__(cls)
-        own = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {
+        options = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {
             "priority_key",
             "kwargs",
         }
-        if given := [f"{name}=" for name in kwargs if name in own]:
-            require_packed(storage, ", ".join(given), _THEIRS)
+        if refused := [f"{name}=" for name in kwargs if name in options]:
+            require_packed(storage, ", ".join(refused), _THEIRS)
         buffer = TensorDictReplayBuffer(storage=storage, **kwargs)
         refuse_other_storage(buffer.sampler, storage)
         refuse_unordered(buffer.sampler, storage, buffer.writer)
@@ -472,9 +471,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """
         if "storage" in kwargs:
             remedy = "pass device, scratch_dir, shared, ... instead, or make the buffer with its storage and extend it"
-            given = f"got storage={kwargs['storage']!r}"
             raise ValueError(
-                f"the storage is made for the transitions, {given}: {remedy}"
+                f"the storage is made for the transitions, got storage={kwargs['storage']!r}: {remedy}"
             )
         if storing_device is not None:
             device, kwargs["device"] = storing_device, device
@@ -550,8 +548,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             >>> rb.storage["x"], rb.batch_size
             (tensor([2, 3, 4, 5]), 2)
         """
-        given: Any = {"exclude": exclude, "trajectory_key": trajectory_key}
-        return torchrl_data.import_torchrl(cls, rb, capacity, **given, **kwargs)
+        keys: Any = {"exclude": exclude, "trajectory_key": trajectory_key}
+        return torchrl_data.import_torchrl(cls, rb, capacity, **keys, **kwargs)
 
     # -- initialization
 
@@ -601,15 +599,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     ) -> None:
         """Raise a ValueError if another buffer keeps its priorities in the file beside
         the rows of ``storage``."""
-        own: Any = getattr(sampler, "innermost", sampler)
-        if not (isinstance(own, Prioritized) and storage.reopen):
+        prioritized: Any = getattr(sampler, "innermost", sampler)
+        if not (isinstance(prioritized, Prioritized) and storage.reopen):
             return
         for other in torchrl_parts.listeners_of(storage):
             theirs = getattr(getattr(other, "parts", None), "prioritized", None)
             if (
                 other is not self
                 and theirs is not None
-                and theirs is not own
+                and theirs is not prioritized
                 and theirs.priorities.file is not None
             ):
                 raise ValueError(
@@ -744,7 +742,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._initialize()
         if batch_size is None:
             raise RuntimeError(_NO_SIZE)
-        return as_size(batch_size)
+        return whole(0)("batch_size", batch_size)
 
     def _drawn_when_admitted(
         self,
@@ -875,9 +873,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             'add, extend, sample'
         """
         calls = self._compiled_calls()
-        found = [name for name, reason in calls.items() if not reason]
+        compiled = [name for name, reason in calls.items() if not reason]
         others = [f"not {name}: {reason}" for name, reason in calls.items() if reason]
-        return "; ".join([*([", ".join(found)] if found else []), *others])
+        return "; ".join([*([", ".join(compiled)] if compiled else []), *others])
 
     def _compiled_calls(self) -> dict[str, str]:
         """Return the calls that compiled code can execute; for each, why it does not
@@ -890,7 +888,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if prioritized is not None:
             calls["update_tensordict_priority"] = (
                 why_not_launched(prioritized, storage, "updates priorities")
-                if is_on_gpu(storage)
+                if storage.is_launched
                 else why_not_compiled(storage)
             )
         plan = self._storage.write_plan
@@ -920,7 +918,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if self._storage.has_estimates:
                 self._complete_rows()
             plan = self.plans.get(size)
-            if plan is None or not plan.holds():
+            if (
+                plan is None
+                or plan.epoch != self._storage.epoch
+                or plan.mode != in_dispatch_mode()
+            ):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
             self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
@@ -1019,7 +1021,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     # -- writes
 
-    def add(self, data: Any) -> int | torch.Tensor | None:
+    def add(self, data: Any, *columns: object) -> int | torch.Tensor | None:
         """Write one transition, or with ``ndim > 1`` one time step of all environments;
         return its index, or None if the writer leaves the transition out.
 
@@ -1028,11 +1030,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         which ``sample(return_info=True)`` returns.
 
         Raises:
+            TypeError: there are further arguments: :meth:`add_step` takes the columns
+                of a step, by name.
             SchemaError: the data does not match the rows; nothing has changed.
             ValueError: a TD error in the data is NaN or infinite, or flow control can
                 never admit the write.
             ShutDown: the buffer has been shut down; nothing has changed.
         """
+        if columns:
+            writing.refuse_columns(data, *columns)
         try:
             return self._write(data, "add", True)
         except SchemaError as error:
@@ -1238,10 +1244,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             flow.agree(row_count(self.storage))
             return flow.admits_insert(rows)
 
-        count_wait, reason = (
-            partial(flow.count_wait, of_sample=False),
-            partial(flow.why_no_write, rows),
-        )
+        count_wait = partial(flow.count_wait, of_sample=False)
+        reason = partial(flow.why_no_write, rows)
         with waiting.admitted(
             admit, self._replay_lock, reason, None, count_wait=count_wait, slow_write=8
         ):
@@ -1264,15 +1268,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         # data of the rows' dtypes and shapes needs no conversion
         if record is not None:
             return self._write_now(data, how, update_priority, lanes, record)
-        time_dim = (
-            -1
-            if data.ndim > dims
-            else None
-            if how == "add"
-            else self.dim_extend
-            if lanes is None
-            else 0
-        )
+        if data.ndim > dims:
+            time_dim = -1
+        elif how == "add":
+            time_dim = None
+        else:
+            time_dim = self.dim_extend if lanes is None else 0
         # refuses malformed data before the write
         steps = stats.read(data, time_dim=time_dim)
         with self._locked(), defer_sigint:
@@ -1304,11 +1305,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 stats,
                 None if bind is None else bind(plan.rows.layout),
             )
-        record, lanes, dim = (
-            self._recorder[2],
-            plan.ring.lanes,
-            self.dim_extend if how == "extend" else 0,
-        )
+        record = self._recorder[2]
+        lanes = plan.ring.lanes
+        dim = self.dim_extend if how == "extend" else 0
         count = data.shape[dim] if how == "extend" else 1
         return record and partial(
             record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1)
@@ -1329,17 +1328,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if self.parts is None or self._service_shutdown:
             self._refuse_shut_down()
             self._initialize()
-        rows, transforms = (
-            self._storage.rows,
-            torchrl_parts.modules_of(self.parts.transforms),
-        )
+        rows = self._storage.rows
+        transforms = torchrl_parts.modules_of(self.parts.transforms)
         is_plain = False
         if type(data) is TensorDict and rows is not None:
-            given, names = plain_entries(data).keys(), rows.layout.names.keys()
+            keys, names = plain_entries(data).keys(), rows.layout.names.keys()
             added = self.parts.added_names
-            is_plain = len(given) == len(names)
+            is_plain = len(keys) == len(names)
             if added and not is_plain:
-                is_plain = given <= names <= given | added
+                is_plain = keys <= names <= keys | added
         if not is_plain or transforms:
             data = writing.without_report(data)
         if lanes is not None:
@@ -1367,10 +1364,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if time_dim and (not is_direct or data.ndim <= time_dim):
                 if data.ndim <= time_dim:
                     refuse_shape(data, storage.ndim)
-                data, time_dim = (
-                    reshaped(data, lambda data: data.transpose(time_dim, 0)),
-                    0,
-                )
+                data = reshaped(data, lambda data: data.transpose(time_dim, 0))
+                time_dim = 0
             if update_priority and parts.prioritized is not None:
                 td_error = self._errors_in(
                     data,
@@ -1699,21 +1694,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """Raise a SchemaError if an edit with these entries would round whole numbers,
         see :func:`refuse_rounding`."""
         layout = self.storage.layout
+        if layout is None:
+            return
         for path, value in walk(values):
-            key = unravel_key(path)
-            key = (key,) if isinstance(key, str) else key
-            if (
-                layout is not None
-                and isinstance(value, torch.Tensor)
-                and key in layout.places
-            ):
-                dtype = layout.leaves[layout.places[key]].dtype
-                refuse_rounding(
-                    key,
-                    value,
-                    dtype,
-                    f"cast it with .to({dtype}), or store it in float64",
-                )
+            leaf = layout.leaf(as_tuple(unravel_key(path)))
+            if leaf is not None and isinstance(value, torch.Tensor):
+                remedy = f"cast it with .to({leaf.dtype}), or store it in float64"
+                refuse_rounding(leaf.key, value, leaf.dtype, remedy)
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown and self._storage.is_closed:
@@ -1934,11 +1921,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """See :meth:`last`, which reads all lanes, and :meth:`Lane.last`, which reads
         one."""
         with self._locked():
-            storage, ring, kind = (
-                self._storage,
-                self._storage.ring,
-                type(self._writer).__name__,
-            )
+            storage = self._storage
+            ring = self._storage.ring
+            kind = type(self._writer).__name__
             if not isinstance(self._writer, RoundRobinWriter):
                 raise TypeError(f"a {kind} keeps no order of age; use a RingWriter")
             storage.refuse_closed()
@@ -2165,12 +2150,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
             )
         )
-        more: dict[NestedKey, torch.Tensor] = {}
+        added: dict[NestedKey, torch.Tensor] = {}
         if isinstance(self._writer, RolloutWriter):
-            more |= self._writer.added_entries(schema)
+            added |= self._writer.added_entries(schema)
         if self._has_environment:
-            more |= trajectory_ids(storage.lanes)
-        complete = with_missing(schema, more)
+            added |= trajectory_ids(storage.lanes)
+        complete = with_missing(schema, added)
         if len(list(walk(complete))) > len(layout.leaves):
             storage.release()
             storage.reserve(complete)
@@ -2207,7 +2192,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         listeners = torchrl_parts.listeners_of(parts.storage)
         if self in listeners:
             listeners.remove(self)
-        if not any(isinstance(each, TensorDictReplayBuffer) for each in listeners):
+        if not any(
+            isinstance(listener, TensorDictReplayBuffer) for listener in listeners
+        ):
             parts.storage.close()
 
     def __enter__(self) -> Self:
@@ -2288,10 +2275,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.storage, self.writer)
         with self._fully_locked(), defer_sigint:
-            previous, rng = (
-                super().set_sampler(sampler),
-                torchrl_parts.generator_of(sampler),
-            )
+            previous = super().set_sampler(sampler)
+            rng = torchrl_parts.generator_of(sampler)
             torchrl_parts.set_generator(sampler, self._rng)
             try:
                 self._connect(default_priorities=True)
@@ -2465,13 +2450,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 f"a PrioritizedReplayBuffer makes its own ProportionalSampler: {remedy}"
             )
         refuse_class("storage", storage)
-        rows = (
-            PackedStorage(1_000)
-            if storage is None
-            else storage
-            if isinstance(storage, Storage)
-            else storage()
-        )
+        if storage is None:
+            storage = PackedStorage(1_000)
+        rows = storage if isinstance(storage, Storage) else storage()
         sampler = ProportionalSampler(
             rows.max_size, alpha, beta, eps, reduction=reduction
         )

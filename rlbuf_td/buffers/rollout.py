@@ -233,15 +233,15 @@ class RolloutBuffer(ReplayBuffer):
         rollout.storage.reserve(schema)
         return rollout.share() if shared else rollout
 
-    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+    def add(self, data: TensorDictBase, *columns: object) -> int | torch.Tensor:
         """Write one time step; return its index. See :meth:`extend` for errors.
 
         The batch size is ``[E]``, or ``[]`` if ``num_envs`` is ``None``.
         """
-        self._refuse_shape(
-            "add", data, () if self.num_envs is None else (self.num_envs,)
-        )
-        return super().add(data)  # pyrefly: ignore [bad-return]
+        if not columns:
+            lead = () if self.num_envs is None else (self.num_envs,)
+            self._refuse_shape("add", data, lead)
+        return super().add(data, *columns)  # pyrefly: ignore [bad-return]
 
     def extend(
         self,
@@ -385,10 +385,8 @@ class RolloutBuffer(ReplayBuffer):
         revision = self._storage.revision
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))
-            value, target = (
-                data.get(writer.value_key).float(),
-                data.get(writer.value_target_key).float(),
-            )
+            value = data.get(writer.value_key).float()
+            target = data.get(writer.value_target_key).float()
             advantage = (
                 target - value
                 if writer.normalize_advantage
@@ -403,23 +401,26 @@ class RolloutBuffer(ReplayBuffer):
             numbers = torch.stack(
                 [advantage_mean, advantage_std, target_mean, target_std, explained]
             ).tolist()
-            found = dict(zip(_STATISTICS, numbers, strict=True))
-            self._summary = revision, found | {"value_rows": float(writer.value_rows)}
+            statistics = dict(zip(_STATISTICS, numbers, strict=True))
+            self._summary = (
+                revision,
+                statistics | {"value_rows": float(writer.value_rows)},
+            )
         return dict(self._summary[1])
 
 
-def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
+def _part(name: str, part: Any, make: Any, **settings: Any) -> Any:
     """Return ``given``, or ``make(**settings)`` if it is None; refuse settings that
     come with ``given``."""
     settings = {
         setting: value for setting, value in settings.items() if value is not None
     }
-    if given is not None and settings:
+    if part is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))
         raise ValueError(
             f"{name}= has its own settings: pass {ignored} to it instead, or omit {name}="
         )
-    return make(**settings) if given is None else given
+    return make(**settings) if part is None else part
 
 
 def _sampler_for(

@@ -98,10 +98,8 @@ def _copy(
 def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | None]:
     """Return a TorchRL buffer whose rows are the memory-mapped files of a folder, and
     the state of its sampler."""
-    storage_file, writer_file = (
-        folder / "storage/storage_metadata.json",
-        folder / "writer/metadata.json",
-    )
+    storage_file = folder / "storage/storage_metadata.json"
+    writer_file = folder / "writer/metadata.json"
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
         remedy = "load it into a buffer of TorchRL, and pass that buffer"
         raise CheckpointError(
@@ -124,10 +122,8 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     rb = TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=batch_size)
     if is_ring:
         writer.loads(folder / "writer")
-    sampler_file, tree_file = (
-        folder / "sampler/sampler_metadata.json",
-        folder / "sampler/sumtree.memmap",
-    )
+    sampler_file = folder / "sampler/sampler_metadata.json"
+    tree_file = folder / "sampler/sumtree.memmap"
     if not tree_file.is_file():
         return rb, None
     state = json.loads(sampler_file.read_text())
@@ -173,10 +169,10 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _refuse_short(file: Path, nbytes: int) -> None:
-    found = file.stat().st_size if file.is_file() else -1
-    if found < nbytes:
+    size = file.stat().st_size if file.is_file() else -1
+    if size < nbytes:
         fault = (
-            f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
+            f"has {size:,} bytes, expected {nbytes:,}" if size >= 0 else "is missing"
         )
         raise CheckpointError(
             f"{file} {fault}: the dump is incomplete; nothing has been changed"

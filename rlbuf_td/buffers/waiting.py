@@ -71,10 +71,8 @@ def attempts(
             for ``PATIENCE`` seconds; 0: none.
     """
     begin = time.monotonic()
-    deadline, warn_at = (
-        inf if timeout is None else begin + timeout,
-        begin + PATIENCE if slow_write else inf,
-    )
+    deadline = inf if timeout is None else begin + timeout
+    warn_at = begin + PATIENCE if slow_write else inf
     while True:
         if cancel_event is not None and cancel_event.is_set():
             raise Cancelled("the cancel_event of this call was set")

@@ -41,40 +41,41 @@ def refuse_other_lanes(
 ) -> None:
     """Raise a ValueError if the data names other lanes at ``lane_key`` than
     ``lanes``."""
-    own = data.get(lane_key, None)
-    given = (
+    named = data.get(lane_key, None)
+    passed = (
         lanes.detach().cpu().numpy()
         if isinstance(lanes, torch.Tensor)
         else np.asarray(lanes)
     )
     if (
-        own is None
-        or given.dtype.kind not in "iu"
-        or given.size not in (1, own.numel())
+        named is None
+        or passed.dtype.kind not in "iu"
+        or passed.size not in (1, named.numel())
     ):
         return  # what is wrong with `lanes` is said elsewhere
-    own = own.detach().cpu().numpy().reshape(-1)
-    if (own != given.reshape(-1)).any():
-        at = int((own != given.reshape(-1)).argmax())
-        said = given.reshape(-1)[at if given.size > 1 else 0]
+    named = named.detach().cpu().numpy().reshape(-1)
+    if (named != passed.reshape(-1)).any():
+        row = int((named != passed.reshape(-1)).argmax())
+        said = passed.reshape(-1)[row if passed.size > 1 else 0]
         raise ValueError(
-            f"row {at} is of lane {own[at]} by {lane_key!r}, which the buffer's lane_key names, and of lane {said} by "
-            "lanes= or rb.lane: leave out lanes="
+            f"row {row} is of lane {named[row]} by {lane_key!r}, which the buffer's lane_key names, and of lane "
+            f"{said} by lanes= or rb.lane: leave out lanes="
         )
 
 
 def refuse_other_stamps(stamps: object, shape: torch.Size) -> None:
     if not isinstance(stamps, torch.Tensor) or stamps.shape != shape:
-        found = [*stamps.shape] if isinstance(stamps, torch.Tensor) else stamps
+        shown = [*stamps.shape] if isinstance(stamps, torch.Tensor) else stamps
         raise ValueError(
-            f"sampled_at= takes the stamps of the batch's rows, {[*shape]}, got {found}"
+            f"sampled_at= takes the stamps of the batch's rows, {[*shape]}, got {shown}"
         )
 
 
 def listed(keys: Any) -> list[tuple[str, ...]]:
     with suppress(TypeError, ValueError):
-        if found := [*map(as_tuple, [keys] if is_key(keys) else keys)]:
-            return found
+        paths = [*map(as_tuple, [keys] if is_key(keys) else keys)]
+        if paths:
+            return paths
     raise ValueError(
         f"keys must be a key or a sequence of keys, such as ['state', ('next', 'state')], got {keys!r}"
     )
@@ -86,11 +87,7 @@ def entry_by_row(
     """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a
     SchemaError if it does not fit."""
     layout, value = storage.layout, batch.get(key, None)
-    leaf = (
-        None
-        if layout is None or key not in layout.places
-        else layout.leaves[layout.places[key]]
-    )
+    leaf = None if layout is None else layout.leaf(key)
     if leaf is None or not isinstance(value, torch.Tensor):
         raise SchemaError(
             f"cannot write back {show_key(key)}: the {'rows have' if leaf is None else 'batch has'} none"
@@ -126,6 +123,15 @@ def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> Non
         f"holds all its steps. For rows of one step, {remedy}. If these rows are meant, first call "
         "rb.storage.reserve(one_row)",
         stacklevel=6,
+    )
+
+
+def refuse_columns(*columns: object) -> NoReturn:
+    """Raise a TypeError for a step that is given as positional arguments."""
+    raise TypeError(
+        f"add takes one TensorDict, got {len(columns)} arguments: "
+        "add_step takes the columns of a step by name, rb.add_step(observation=..., action=..., reward=..., "
+        "next_observation=..., terminated=..., truncated=...)"
     )
 
 

@@ -9,7 +9,7 @@ minibatch, therefore has draws from the whole buffer.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -55,18 +55,11 @@ def step_of(batch: int, stratified: bool) -> int:
     return step
 
 
-#: :func:`step_of`, for compiled draws; ``torch.compile`` cannot trace it.
-_known_step_of = cache(step_of)
-
-
-def law_of(
-    batch: int, stratified: bool, beta: float | Tensor, norm: str | None
-) -> DrawLaw:
+@lru_cache(64)
+def law_of(batch: int, stratified: bool, beta: float, norm: str | None) -> DrawLaw:
     """Return how a compiled loop draws; the arguments are those of
     :func:`rlbuf_td.kernels.sum_tree.draw`."""
-    law = _known_step_of(batch, stratified), float(beta), NORMS[norm]
-    # without a call more
-    return tuple.__new__(DrawLaw, law)  # pyrefly: ignore [bad-specialization]
+    return DrawLaw(step_of(batch, stratified), beta, NORMS[norm])
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:

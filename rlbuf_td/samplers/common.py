@@ -174,7 +174,8 @@ def refuse_unordered(
     writers, or of those of the storage's buffers, does not write in time order."""
     if not getattr(sampler, "needs_order", False):
         return
-    attached = (getattr(each, "_writer", None) for each in listeners_of(storage))
+    buffers = listeners_of(storage)
+    attached = (getattr(buffer, "_writer", None) for buffer in buffers)
     for writer in (*writers, *attached):
         keeps, kind = keeps_order(writer), type(writer).__name__
         if writer is None or keeps:
@@ -359,8 +360,8 @@ def as_errors(priority: object, rows: int, device: torch.device) -> Tensor:
     if td_error.numel() == 1 != rows:
         return td_error.expand(rows).contiguous()
     if td_error.numel() != rows:
-        given = f"{td_error.numel()} priorities (shape {tuple(td_error.shape)})"
-        raise ValueError(f"{given} for {rows} rows: pass one per row, or one for all")
+        fault = f"{td_error.numel()} priorities (shape {tuple(td_error.shape)})"
+        raise ValueError(f"{fault} for {rows} rows: pass one per row, or one for all")
     return (
         td_error
         if td_error.ndim == 1 and td_error.is_contiguous()

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.functional import reward2go
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
+from rlbuf_td.samplers.wrapper import RevisedBatch, SamplerWrapper, summable
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -159,12 +159,10 @@ class EpisodeSampler(SamplerWrapper):
             self.default() if sampler is None else sampler, done_key, traj_key
         )
         self._refuse_other_laws()
-        self.max_length, self.by, self.layout, self.gamma = (
-            max_length,
-            by,
-            layout,
-            gamma,
-        )
+        self.max_length = max_length
+        self.by = by
+        self.layout = layout
+        self.gamma = gamma
         if gamma is not None and self._inner is not None:
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
             raise ValueError(
@@ -177,16 +175,21 @@ class EpisodeSampler(SamplerWrapper):
             self.report_keys |= {"reward_to_go"}
 
     def _refuse_other_laws(self) -> None:
-        found = self.innermost
-        is_uniform = getattr(type(found), "draw", None) is self.default.draw
+        sampler_inside = self.innermost
+        is_uniform = getattr(type(sampler_inside), "draw", None) is self.default.draw
         options = (
-            {"unique": found.unique, "max_age": found.max_age is not None}
+            {
+                "unique": sampler_inside.unique,
+                "max_age": sampler_inside.max_age is not None,
+            }
             if is_uniform
             else {}
         )
         wrong = [name for name, is_set in options.items() if is_set]
         if wrong or not is_uniform:
-            kind = type(found).__name__ + (f" with {wrong[0]}" if wrong else "")
+            kind = type(sampler_inside).__name__ + (
+                f" with {wrong[0]}" if wrong else ""
+            )
             remedy = "wrap a UniformSampler, or use a SequenceSampler, which draws windows by any law"
             raise TypeError(
                 f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}"
@@ -202,7 +205,7 @@ class EpisodeSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return _ALL
 
-    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> RevisedBatch:
         """Draw episodes, and return their rows as a flat batch."""
         if not len(storage):
             raise RuntimeError(EMPTY)
@@ -211,7 +214,9 @@ class EpisodeSampler(SamplerWrapper):
             self.warn_if_interleaved(storage)
         return self.batch_of(storage, anchors, {})
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
+    def batch_of(
+        self, storage: PackedStorage, flat: Tensor, info: Info
+    ) -> RevisedBatch:
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as
         a flat batch."""
         pieces = self._pieces(storage, flat)
@@ -232,12 +237,10 @@ class EpisodeSampler(SamplerWrapper):
             "episode_length": pieces.length[episode],
         }
         if self.gamma is not None and len(rows):
-            found = self._to_go(storage, pieces)[
-                (pieces.length.cumsum(0) - pieces.length)[episode] + step
-            ]
-            info["reward_to_go"] = torch.where(
-                real.view(-1, *[1] * (found.ndim - 1)), found, 0
-            )
+            before = (pieces.length.cumsum(0) - pieces.length)[episode]
+            to_go = self._to_go(storage, pieces)[before + step]
+            is_real = real.view(-1, *[1] * (to_go.ndim - 1))
+            info["reward_to_go"] = torch.where(is_real, to_go, 0)
         return rows, info, batch
 
     def _why_none(self, storage: PackedStorage) -> str:

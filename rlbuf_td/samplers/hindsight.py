@@ -18,7 +18,7 @@ from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_values_
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
-from rlbuf_td.samplers.wrapper import SamplerWrapper, leaf_stored
+from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -141,15 +141,11 @@ class HindsightSampler(SamplerWrapper):
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
-        self.only_finished, self.future_gamma, self.her_ratio = (
-            only_finished,
-            future_gamma,
-            her_ratio,
-        )
-        self.goal_key, self.achieved_goal_key = (
-            as_tuple(goal_key),
-            as_tuple(achieved_goal_key),
-        )
+        self.only_finished = only_finished
+        self.future_gamma = future_gamma
+        self.her_ratio = her_ratio
+        self.goal_key = as_tuple(goal_key)
+        self.achieved_goal_key = as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
 
     def settings_changed(self) -> None:
@@ -215,10 +211,8 @@ class HindsightSampler(SamplerWrapper):
     def _goal_keys(self, storage: PackedStorage) -> list[tuple[str, ...]]:
         """Return the keys of the desired goals in a row; raise an error if a key is
         missing, or goals do not fit."""
-        outcome_key, next_key = (
-            ("next", *self.achieved_goal_key),
-            ("next", *self.goal_key),
-        )
+        outcome_key = ("next", *self.achieved_goal_key)
+        next_key = ("next", *self.goal_key)
         outcome = _needed(
             storage, outcome_key, "name the key of outcomes with achieved_goal_key"
         )
@@ -232,7 +226,7 @@ class HindsightSampler(SamplerWrapper):
                 storage, self.goal_key, "name the key of desired goals with goal_key"
             )
         ]
-        next_goal = leaf_stored(storage, next_key)
+        next_goal = storage.all_rows().layout.leaf(next_key)
         if next_goal is not None:
             goals.append(next_goal)
         for goal in goals:
@@ -315,28 +309,27 @@ class _RelabelledReading(Reading):
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if not super().__call__(slots, slot, flat, drawn, live):
             return False
-        wrapper, count, relabeled = (
-            self.wrapper,
-            drawn.shape[0],
-            slot.report["relabeled"],
-        )
+        wrapper, count, mask = self.wrapper, drawn.shape[0], slot.report["relabeled"]
         uniform = self.uniform[:count]
         fill_uniform_(uniform, wrapper._rng)
-        places = (
+        self.relabel(
+            self.storage.episodes_now().address,
+            self.address,
             slot.targets,
-            relabeled.data_ptr(),
+            mask.data_ptr(),
             drawn.data_ptr(),
             uniform.data_ptr(),
+            count,
+            wrapper.law,
+            *self.storage.ring.numbered(),
+            self.goals,
         )
-        given = self.storage.episodes_now().address, self.address, *places, count
-        self.relabel(*given, wrapper.law, *self.storage.ring.numbered(), self.goals)
-        wrapper.recompute_(slot.batch, relabeled, slot.leaves[self.reward])
-        slots.locate(slot)  # compiled code may go on with the batch
+        wrapper.recompute_(slot.batch, mask, slot.leaves[self.reward])
         return True
 
 
 def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Leaf:
-    leaf = leaf_stored(storage, key)
+    leaf = storage.all_rows().layout.leaf(key)
     if leaf is None:
         raise KeyError(
             f"hindsight needs {show_key(key)}, which is not stored: {remedy}"
@@ -353,12 +346,12 @@ def _cumulative(strategy: Strategy | Mapping[Strategy, float]) -> list[float]:
         raise ValueError(
             f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}"
         )
-    given = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
-    mixture = {name: as_number(share) for name, share in given.items()}
+    shares = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
+    mixture = {name: as_number(share) for name, share in shares.items()}
     total = sum(mixture.values())
     if any(not share >= 0 for share in mixture.values()) or abs(total - 1.0) > 1e-9:
         raise ValueError(
-            f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {given}"
+            f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {shares}"
         )
     return [
         *accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]),

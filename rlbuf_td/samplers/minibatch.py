@@ -141,10 +141,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         if order is None or count != self.len_storage or not order.is_cpu:
             order = self._order_of(storage, count)
         self._publication = _publication_of(storage)
-        start, per_epoch = (
-            self._position,
-            count // batch_size if self.drop_last else -(-count // batch_size),
-        )
+        start = self._position
+        per_epoch = count // batch_size if self.drop_last else -(-count // batch_size)
         stop = min(start + batch_size, count)
         numbers = order[start:stop].clone()
         refuse_fake(numbers)

@@ -21,7 +21,6 @@ from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
 from rlbuf_td.samplers.wrapper import (
     SamplerWrapper,
-    leaf_stored,
     summable,
 )
 from rlbuf_td.storages import PackedStorage
@@ -260,12 +259,16 @@ class NStepSampler(SamplerWrapper):
         *group, _ = self.reward_key
         if not self.per_agent or len(group) < 2:
             return []
+        layout, agents = storage.all_rows().layout, self._reward_of(storage).shape[:1]
+        flags = (
+            layout.leaf((*group, name)) for name in ("done", "terminated", "truncated")
+        )
         stored = [
             leaf.key
-            for name in ("done", "terminated", "truncated")
-            if (leaf := leaf_stored(storage, (*group, name))) is not None
+            for leaf in flags
+            if leaf is not None
             and leaf.dtype is torch.bool
-            and leaf.shape[:1] == self._reward_of(storage).shape[:1]
+            and leaf.shape[:1] == agents
         ]
         # as for advantages, `done` has precedence
         return stored[:1] if (*group, "done") in stored else stored
@@ -332,10 +335,8 @@ class _JoinedReading(Reading):
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
-        self.joined_at, self.joined_bytes = (
-            self.joined.ctypes.data,
-            self.joined.view(np.uint8).data,
-        )
+        self.joined_at = self.joined.ctypes.data
+        self.joined_bytes = self.joined.view(np.uint8).data
         self.kernel = loop("wrappers.cpu", "n_step")
         if self.observations:
             self.entry_kernel = loop("batch.entries_cpu", "read_joined_entries")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from rlbuf_td.kernels.dispatch import (
     untraced,
     uses_numba,
 )
-from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
+from rlbuf_td.kernels.host_memory import HostTensors, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import empty_draws
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, BlockUpdate, Run
@@ -31,7 +31,6 @@ from rlbuf_td.samplers.common import (
     OneStorage,
     as_errors,
     refuse_priorities,
-    uniform_numbers,
 )
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
@@ -96,10 +95,8 @@ class PriorityRule(ABC):
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what :meth:`draw` does with numbers of ``generator``, and the serials
-        of the rows, ``[B]``, or None."""
-        device = self.table.magnitude.device
-        uniform = uniform_numbers(batch, generator, device)
-        return *self.draw(uniform, rows, stratified, norm), None
+        of the rows, ``[B]``, or None; with a kernel on a GPU."""
+        raise NotImplementedError
 
     @abstractmethod
     def draw_into(
@@ -210,25 +207,33 @@ class Update(NamedTuple):
         return self._replace(index=index, td_error=td_error, windows=None)
 
 
-class _Readable:
-    """Recognizes updates whose tensors are like those of an earlier one, which compiled
-    code could read."""
+class _Form:
+    """The tensors of updates that compiled code can read: like those of ``update``.
 
-    def __init__(self, update: Update) -> None:
-        tensors = update.tensors
-        self.entries = HostTensors([(x.dtype, x.shape) for x in tensors])
+    ``loop`` is the compiled function that updates priorities.
+    """
+
+    def __init__(self, update: Update, loop: Callable[..., Any]) -> None:
+        self.loop = loop
+        self.tensors = HostTensors([(x.dtype, x.shape) for x in update.tensors])
         self.size = update.td_error.numel()
         self.in_pairs = update.index.numel() > self.size
         self.is_double = update.td_error.dtype is torch.float64
 
-    def arguments(
-        self, update: Update, addresses: Sequence[int], written: int
-    ) -> Updates:
-        """Return the arguments of the loop for the addresses of ``update.tensors``;
-        ``written``: the number of cells that hold rows."""
+    def arguments(self, update: Update, written: int) -> Updates | None:
+        """Return the arguments of the loop; None if the tensors are not of this form.
+
+        ``written``: the number of cells that hold rows.
+        """
+        addresses = self.tensors.addresses(update.tensors)
+        if addresses is None:
+            return None
         index, td_error, *others = addresses
         stamp = others.pop(0) if update.stamp is not None else 0
-        mask, burn_in_mask, every, eta = 0, 0, 1, 1.0
+        mask = 0
+        burn_in_mask = 0
+        every = 1
+        eta = 1.0
         if update.windows is not None:
             mask, burn_in_mask = others
             every, eta = update.windows.length, update.windows.eta
@@ -260,7 +265,7 @@ class Priorities:
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
-        self._readable: _Readable | None = None  # of updates like the last one
+        self._form: _Form | None = None  # of the last update
         # what compiled code reads; see `record_at`
         self._record: tuple[Any, ...] = _NO_RECORD
         rule.table = rule.make(capacity, self.device)
@@ -318,34 +323,32 @@ class Priorities:
         If ``update.counts`` and the storage is given, the rows must have been written;
         otherwise, they may be new.
         """
-        self._prepare(storage)
-        rule = self.rule
+        rule, settings = self.rule, self.settings.values
+        if storage is not None and self.serves._storage() is not storage:
+            self.move_to(storage)
+        if rule.weighs_rows and settings[ALPHA] != settings[WEIGHED]:
+            rule.refresh_weights()
         written, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
         if update.counts and storage is not None:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
             written = live if are_cells else len(storage)
             has_holes = live < written
-        readable, addresses = self._readable, None
+        form, arguments = self._form, None
         stale: int | Tensor = 0
-        if readable is not None and storage is not None and not has_holes:
-            addresses = readable.entries.addresses(update.tensors)
-        if readable is None or addresses is None:
+        if form is not None and storage is not None and not has_holes:
+            arguments = form.arguments(update, written)
+        if form is None or arguments is None:
             update, stale = self._converted(update, storage, has_holes)
             if not len(update.index):
                 return stale
-            if self.is_launched:
-                gone = self._launch(update, written, ring)
+            if not self._is_compiled:
+                gone = self._assign_with_torch(update, written, ring)
                 self.keep(update.index, None if update.counts else storage)
                 return stale if gone is None else gone
-            if not self._is_compiled:
-                self._update_with_torch(update, written)
-                self.keep(update.index, None if update.counts else storage)
-                return stale
-            self._readable = readable = _Readable(update)
-            addresses = [*map(address_of, update.tensors)]
-        arguments = readable.arguments(update, addresses, written)
+            self._form = form = _Form(update, rule.update_loop())
+            arguments = form.arguments(update, written)
         with rule.table.lock:
-            largest, gone = rule.update_loop()(self.record_at(storage, ring), arguments)
+            largest, gone = form.loop(self.record_at(storage, ring), arguments)
         if largest == REFUSED or self.file is not None:
             update = update.reduced()
             flat = flat_rows(update.index, storage, self.device)
@@ -353,17 +356,6 @@ class Priorities:
                 refuse_priorities(flat, update.td_error, written)
             self.keep(flat, None if update.counts else storage)
         return stale + gone
-
-    def _prepare(self, storage: Storage | None) -> None:
-        """Move to the rows of a storage, and compute weights anew if alpha has
-        changed."""
-        if storage is not None and (
-            storage.max_size > self.capacity or self.serves._storage() is not storage
-        ):
-            self.move_to(storage)
-        rule, settings = self.rule, self.settings.values
-        if not rule.weighs_rows or settings[ALPHA] != settings[WEIGHED]:
-            rule.refresh_weights()
 
     @property
     def _is_compiled(self) -> bool:
@@ -379,14 +371,6 @@ class Priorities:
             self.rule.is_launched
             and compiled_form(self.rule, "launch_update_", "update_") is not None
         )
-
-    def _launch(self, update: Update, written: int, ring: Ring | None) -> Tensor | None:
-        """Update on a GPU; return the number of stale updates, or None."""
-        index, td_error, stamp, *_ = update
-        serials = None if stamp is None or ring is None else ring.for_kernels()
-        launched = BlockUpdate(index, td_error, stamp, written, serials)
-        with defer_sigint:
-            return self.rule.launch_update_(launched, self._on_device(), update.counts)
 
     def _on_device(self) -> Tensor:
         """Return :attr:`largest` as a tensor, which kernels increase in place."""
@@ -435,9 +419,19 @@ class Priorities:
         update = Update(index.contiguous(), td_error, stamp, counts=update.counts)
         return update, stale
 
-    def _update_with_torch(self, update: Update, written: int) -> None:
-        flat, td_error = update.index, update.td_error
+    def _assign_with_torch(
+        self, update: Update, written: int, ring: Ring | None
+    ) -> Tensor | None:
+        """Set priorities with kernels on a GPU, or with torch; return the number of
+        stale updates if a kernel has counted them."""
+        flat, td_error, stamp, *_ = update
         with defer_sigint:
+            if self.is_launched:
+                serials = None if stamp is None or ring is None else ring.for_kernels()
+                launched = BlockUpdate(flat, td_error, stamp, written, serials)
+                return self.rule.launch_update_(
+                    launched, self._on_device(), update.counts
+                )
             largest = self.rule.update_(flat, self.rule.floored(td_error), written)
             if type(largest) is float and largest == REFUSED:
                 refuse_priorities(flat, td_error, written)
@@ -445,6 +439,7 @@ class Priorities:
                 self.largest = largest.clamp(min=self.largest)
             elif update.counts:
                 self.largest = max(largest, self.largest)
+            return None
 
     def enter(self, index: object, storage: Storage | None) -> None:
         initial = self.initial
@@ -464,9 +459,10 @@ class Priorities:
     ) -> None:
         """Do what :meth:`enter` does; the new rows lie in ``count`` cells from
         ``first`` on."""
-        self._prepare(storage)
+        self.move_to(storage)
         if not self.is_launched:
             return self.enter(index, storage)
+        self.rule.refresh_weights()
         run = Run(first, count, storage.ring.steps * storage.ring.lanes)
         with defer_sigint:
             self.rule.launch_enter_(run, self._on_device())
@@ -493,10 +489,10 @@ class Priorities:
             # a spawned process keeps it
             self.file = None if folder is None and not self.is_shared else self.file
             return 0
-        file, own = PriorityFile(storage), self.rule.table.magnitude
-        found, largest = file.found(storage)
-        own[: file.cells] = torch.where(
-            found < 0, -1.0, found.clamp(min=self.rule.min_priority)
+        file, magnitude = PriorityFile(storage), self.rule.table.magnitude
+        stored, largest = file.read(storage)
+        magnitude[: file.cells] = torch.where(
+            stored < 0, -1.0, stored.clamp(min=self.rule.min_priority)
         )
         self.rule.refresh_weights(anew=True)
         self.largest = largest
@@ -531,27 +527,21 @@ class Priorities:
         rule, epoch = self.rule, getattr(storage, "epoch", None)
         numbers = epoch, rule.table.address, rule.eps, rule.min_priority
         if numbers != self._record[0]:
-            at = addressof(rule.settings.values)
-            fields: dict[str, float] = {
-                "table": rule.table.address,
-                "eps": rule.eps,
-                "least": rule.min_priority,
-            }
-            fields |= {
-                "first": rule.first,
-                "largest": at + 8 * LARGEST,
-                "weighed_alpha": at + 8 * WEIGHED,
-            }
-            fields |= {
-                "alpha": at + 8 * ALPHA if rule.weighs_rows else 0,
-                "serials": 0 if ring is None else ring.address,
-            }
-            if storage is not None and ring is not None:
-                fields |= {
-                    "steps": ring.steps,
-                    "lanes": ring.lanes if storage.ndim > 1 else 0,
-                }
-            record = record_of(UPDATE, **fields)
+            settings_at = addressof(rule.settings.values)
+            has_lanes = ring is not None and storage is not None and storage.ndim > 1
+            record = record_of(
+                UPDATE,
+                table=rule.table.address,
+                eps=rule.eps,
+                least=rule.min_priority,
+                first=rule.first,
+                largest=settings_at + 8 * LARGEST,
+                weighed_alpha=settings_at + 8 * WEIGHED,
+                alpha=settings_at + 8 * ALPHA if rule.weighs_rows else 0,
+                serials=0 if ring is None else ring.address,
+                steps=0 if ring is None else ring.steps,
+                lanes=ring.lanes if has_lanes else 0,
+            )
             # at once: an interrupt may come
             self._record = numbers, record, record.ctypes.data
         return self._record[2]
@@ -579,7 +569,7 @@ class Priorities:
         """Move the priorities to the storage's device, and increase ``capacity`` to the
         storage's ``max_size``."""
         self.serves.claim(storage)
-        self._readable, self._record = None, _NO_RECORD
+        self._form, self._record = None, _NO_RECORD
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
@@ -619,13 +609,13 @@ class Priorities:
         """Restore a state; raise a ValueError before any change if it is invalid or of
         another kind of sampler."""
         if capacity < self.capacity or (self.is_shared and capacity > self.capacity):
-            own = (
+            limit = (
                 f"{self.capacity}, and cannot grow in shared memory"
                 if self.is_shared
                 else str(self.capacity)
             )
             raise ValueError(
-                f"the saved sampler has max_capacity={capacity}, this one {own}"
+                f"the saved sampler has max_capacity={capacity}, this one {limit}"
             )
         if not (largest == -1 or 0 <= largest < float("inf")):
             expected = "expected -1 or a finite number that is not negative"
@@ -658,7 +648,7 @@ class Priorities:
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
-            "_readable": None,
+            "_form": None,
             "_record": _NO_RECORD,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting
+from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -30,11 +30,11 @@ WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
 
 
-def _exponent(name: str, place: int, doc: str) -> Any:
+def _exponent(name: str, position: int, doc: str) -> Any:
     def assign(self: Prioritized, value: float) -> None:
-        self.settings[place] = exponent(name, value)
+        self.settings[position] = exponent(name, value)
 
-    return property(lambda self: self.settings[place], assign, doc=doc)
+    return property(lambda self: self.settings[position], assign, doc=doc)
 
 
 class Prioritized(RowSampler, PrioritizedSampler, Recovers):
@@ -83,15 +83,11 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         reduction: Reduction,
         device: torch.device | str | None = None,
     ) -> None:
-        capacity, alpha = (
-            whole(1)("max_capacity", max_capacity),
-            exponent("alpha", alpha),
-        )
-        self.stratified, self.weight_norm, self.reduction = (
-            stratified,
-            weight_norm,
-            reduction,
-        )
+        capacity = whole(1)("max_capacity", max_capacity)
+        alpha = exponent("alpha", alpha)
+        self.stratified = stratified
+        self.weight_norm = weight_norm
+        self.reduction = reduction
         remedy = (
             "Use a smaller max_capacity, or UniformSampler, which has no priorities."
         )
@@ -137,9 +133,12 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
         how = self.stratified, self.weight_norm
-        return rule.launch_draw(
-            batch_size, rows, *how, generator=self._rng, serials=serials
-        )
+        if rule.is_launched:
+            return rule.launch_draw(
+                batch_size, rows, *how, generator=self._rng, serials=serials
+            )
+        uniform = uniform_numbers(batch_size, self._rng, rule.table.magnitude.device)
+        return *rule.draw(uniform, rows, *how), None
 
     def draw_into(
         self,
@@ -278,10 +277,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
                 name: state_dict.get(name, value)
                 for name, value in self._settings().items()
             }
-            largest, capacity = (
-                float(state_dict["largest"]),
-                int(state_dict["max_capacity"]),
-            )
+            largest = float(state_dict["largest"])
+            capacity = int(state_dict["max_capacity"])
             with self._set(settings):
                 self.priorities.load(
                     self.alpha, self.beta, largest, state_dict["magnitude"], capacity

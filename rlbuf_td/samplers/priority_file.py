@@ -34,20 +34,16 @@ class PriorityFile:
     """
 
     def __init__(self, storage: PackedStorage) -> None:
-        self.folder, self.cells, self.process = (
-            storage.scratch_dir,
-            storage.max_size,
-            os.getpid(),
-        )
+        self.folder = storage.scratch_dir
+        self.cells = storage.max_size
+        self.process = os.getpid()
         path = Path(self.folder or "", PRIORITY_FILE)
         self.file = SharedFile(
             os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), HEADER
         )
         expected = [*_KIND, self.cells]
-        self.numbers, self.largest = (
-            SharedNumbers("q", expected),
-            SharedNumbers("d", [-1.0]),
-        )
+        self.numbers = SharedNumbers("q", expected)
+        self.largest = SharedNumbers("d", [-1.0])
         size = HEADER + 8 * self.cells
         is_old = os.fstat(self.file.descriptor).st_size == size
         if not is_old:
@@ -82,17 +78,17 @@ class PriorityFile:
         # last: a process that dies earlier leaves a file of another size, which is new
         self.numbers[_CELLS] = cells
 
-    def found(self, storage: PackedStorage) -> tuple[Tensor, float]:
+    def read(self, storage: PackedStorage) -> tuple[Tensor, float]:
         """Return the magnitudes that earlier processes have left, -1 for rows written
         since, and the largest so far."""
         kept, cells = torch.full_like(self.magnitude, -1.0), written_rows(storage)
-        found = self.magnitude[cells]
+        magnitude = self.magnitude[cells]
         is_kept = (
-            found.isfinite()
-            & (found >= 0)
+            magnitude.isfinite()
+            & (magnitude >= 0)
             & (self.following[cells] == _next(storage, cells))
         )
-        kept[cells] = torch.where(is_kept, found, -1.0)
+        kept[cells] = torch.where(is_kept, magnitude, -1.0)
         largest = (
             self.largest[0]
             if 0 <= self.largest[0] < float("inf") and is_kept.any()

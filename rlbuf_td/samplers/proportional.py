@@ -63,10 +63,6 @@ class ProportionalRule(PriorityRule):
         generator: torch.Generator | None,
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if not self.is_launched:
-            return super().launch_draw(
-                *(batch, rows, stratified, norm), generator=generator, serials=serials
-            )
         law = law_of(batch, stratified, self.settings.values[BETA], norm)
         return sum_tree.launch_draw(
             self.table, batch, law, rows, generator=generator, serials=serials
@@ -300,8 +296,8 @@ class ProportionalSampler(Prioritized):
         capacity = max(len(saved), self.priorities.capacity)
         magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device="cpu")
         magnitude[: len(saved)] = saved
-        found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")}
-        return found | {
+        settings = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")}
+        return settings | {
             "largest": largest,
             "max_capacity": capacity,
             "magnitude": magnitude,

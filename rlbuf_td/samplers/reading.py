@@ -76,23 +76,21 @@ class BatchSlots:
         self.memory, self.expected = LeafMemory(tensors), HostTensors(tensors)
         # addresses of the tensors of each batch
         self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)
-        self.set_targets, self.address = (
-            Struct(f"{len(entries)}q").pack_into,
-            self.targets.ctypes.data,
-        )
+        self.set_targets = Struct(f"{len(entries)}q").pack_into
+        self.address = self.targets.ctypes.data
         self.batch_size, self.ready = torch.Size([size]), cast("list[BatchSlot]", [])
 
     def take(self) -> BatchSlot:
         if not self.ready:
             with torch.inference_mode(False):  # a batch may outlive inference mode
-                self.ready = [self._slot(place) for place in range(len(self.targets))]
+                self.ready = [self._slot(number) for number in range(len(self.targets))]
         return self.ready.pop()
 
-    def _slot(self, place: int) -> BatchSlot:
+    def _slot(self, number: int) -> BatchSlot:
         # Not views of one tensor: changing a view in place would break autograd for the
         # other views.
         tensors, count = self.memory.allocate(), len(self.layout.leaves)
-        targets = self.address + place * self.targets.strides[0]
+        targets = self.address + number * self.targets.strides[0]
         self._locate(targets, map(Tensor.data_ptr, tensors))
         report = dict(zip(self.names, tensors[count:], strict=True))
         batch = self.layout.wrap(
@@ -103,12 +101,12 @@ class BatchSlots:
     def locate(self, slot: BatchSlot) -> None:
         """Store the addresses of a batch's tensors again: a function of the user may
         have moved or freed them."""
-        found = self.expected.addresses([*slot.leaves, *slot.report.values()])
-        if found is None:
+        addresses = self.expected.addresses([*slot.leaves, *slot.report.values()])
+        if addresses is None:
             raise RuntimeError(
                 "reward_fn or terminated_fn has resized or freed tensors of its batch: pass it a copy"
             )
-        self._locate(slot.targets, found)
+        self._locate(slot.targets, addresses)
 
     def _locate(self, targets: int, addresses: Iterable[int]) -> None:
         """Store the addresses of a batch's tensors at ``targets``."""
@@ -127,16 +125,14 @@ class Reading:
 
     entries: Sequence[Named] = ()  # what is added to the batch
     window = 1  # the rows of a batch per drawn row
-    # the weights of the drawn rows, if not those of a batch's rows
-    drawn: Mapping[str, Tensor] = {}
+    # the weights of the anchors, if not those of the rows of a batch
+    anchor_weights: Mapping[str, Tensor] = {}
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
-        self.storage, self.rows, self.size, self.is_stamped = (
-            storage,
-            storage.all_rows(),
-            size,
-            is_stamped,
-        )
+        self.storage = storage
+        self.rows = storage.all_rows()
+        self.size = size
+        self.is_stamped = is_stamped
         self.lanes = self.rows.lanes.numel() if self.rows.lanes else 0
         self.index: Entry = torch.int64, torch.Size([2] if self.lanes else [])
         self.kernel = loop("batch.cpu", "gather_rows")
@@ -182,11 +178,11 @@ class Reading:
         """Return the target and the size in bytes of each key's leaf, ``[n, 2]`` int64;
         size 0: there is none."""
         places, sizes = self.rows.layout.places, self.rows.layout.extents[:, 1]
-        found = [
+        pairs = [
             (places[key], sizes[places[key]]) if key in places else (0, 0)
             for key in keys
         ]
-        return np.array(found, np.int64).reshape(-1, 2)
+        return np.array(pairs, np.int64).reshape(-1, 2)
 
     def __call__(
         self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int

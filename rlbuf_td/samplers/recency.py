@@ -103,11 +103,9 @@ class RecencySampler(RowSampler):
         *,
         max_age: int | None = None,
     ) -> None:
-        self.half_life, self.window, self.max_age = (
-            half_life,
-            window,
-            optional(whole(0))("max_age", max_age),
-        )
+        self.half_life = half_life
+        self.window = window
+        self.max_age = optional(whole(0))("max_age", max_age)
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
@@ -165,11 +163,11 @@ class RecencySampler(RowSampler):
     def _draw_by_lane(self, ring: Ring, uniform: Tensor) -> Tensor:
         span, mass = self._mass_by_lane(to_device(ring.count, uniform.device))
         end = mass.cumsum(0)
-        place = torch.minimum(
+        position = torch.minimum(
             uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(()))
         )
-        lane = torch.searchsorted(end, place, right=True)
-        within = ((place - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
+        lane = torch.searchsorted(end, position, right=True)
+        within = ((position - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
         if self.log_decay < 0:
             age = (
                 torch.log1p(within * torch.expm1(span[lane] * self.log_decay))
@@ -183,15 +181,11 @@ class RecencySampler(RowSampler):
 
     def probability(self, index: object, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
-        flat, lanes = (
-            flat_rows(index, storage, device_of(storage)),
-            lanes_of(storage).numel(),
-        )
+        flat = flat_rows(index, storage, device_of(storage))
+        lanes = lanes_of(storage).numel()
         if hasattr(storage, "ring"):
-            count, age = (
-                to_device(storage.ring.count, flat.device),
-                storage.ring.reach(flat)[1],
-            )
+            count = to_device(storage.ring.count, flat.device)
+            age = storage.ring.reach(flat)[1]
         else:
             steps = len(storage) // lanes
             count = torch.full((lanes,), steps, device=flat.device)

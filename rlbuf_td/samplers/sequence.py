@@ -33,7 +33,7 @@ from rlbuf_td.samplers.reading import (
 )
 from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import (
-    Drawn,
+    RevisedBatch,
     SamplerWrapper,
     reading_of,
 )
@@ -238,12 +238,10 @@ class SequenceSampler(SamplerWrapper):
         )
         self.gives_windows = output_layout == "batch_time"
         self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
-        self.length, self.burn_in, self.boundary, self.stride = (
-            length,
-            burn_in,
-            boundary,
-            stride,
-        )
+        self.length = length
+        self.burn_in = burn_in
+        self.boundary = boundary
+        self.stride = stride
         self._refuse_stride()
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.episode_keys.done_key[:-1]
@@ -298,16 +296,18 @@ class SequenceSampler(SamplerWrapper):
             else self._fitting(storage, anchors, info)
         )
 
-    def fill(self) -> Callable[..., None] | None:
+    def find_draw_into(self) -> Callable[..., None] | None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        fill = super().fill()
-        if self.stride is not None or fill is None:
+        draw_into = super().find_draw_into()
+        if self.stride is not None or draw_into is None:
             return None
-        return partial(self._fill_fitting, fill) if self.boundary == "strict" else fill
+        if self.boundary == "strict":
+            return partial(self._draw_fitting_into, draw_into)
+        return draw_into
 
-    def _fill_fitting(
+    def _draw_fitting_into(
         self,
-        fill: Callable[..., None],
+        draw_into: Callable[..., None],
         storage: PackedStorage,
         live: tuple[int, bool],
         flat: Tensor,
@@ -316,16 +316,12 @@ class SequenceSampler(SamplerWrapper):
     ) -> None:
         """Draw as :meth:`draw_rows` does with ``boundary="strict"``, to the memory of a
         batch."""
-        fill(storage, live, flat, report, scratch)
-        other, other_report = (
-            torch.empty_like(flat),
-            {name: torch.empty_like(each) for name, each in report.items()},
-        )
-        weight, order_at, replace = (
-            report.get("priority_weight"),
-            0,
-            loop("wrappers.cpu", "replace_short"),
-        )
+        draw_into(storage, live, flat, report, scratch)
+        other = torch.empty_like(flat)
+        other_report = {name: torch.empty_like(entry) for name, entry in report.items()}
+        weight = report.get("priority_weight")
+        order_at = 0
+        replace = loop("wrappers.cpu", "replace_short")
         windows = (
             self.episodes_of(storage).address,
             self.length,
@@ -349,12 +345,14 @@ class SequenceSampler(SamplerWrapper):
                 refuse_unwritten(flat, storage)
             if not short:
                 return self._weigh_again_(flat, report) if rounds else None
-            fill(storage, live, other, other_report, scratch)
+            draw_into(storage, live, other, other_report, scratch)
             order = permutation(len(flat), self._rng, flat.device)
             order_at = order.data_ptr()
         self._refuse_trajectories()
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
+    def batch_of(
+        self, storage: PackedStorage, flat: Tensor, info: Info
+    ) -> RevisedBatch:
         """Expand the anchors at flat indices ``flat`` to windows.
 
         Even with ``boundary="strict"``, no anchor is replaced.
@@ -411,15 +409,15 @@ class SequenceSampler(SamplerWrapper):
         seen = ref(self.episodes_of(storage)), storage.revision
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
-            found = torch.cat(
+            anchors = torch.cat(
                 [
                     part[self._reach(storage, part)[0] % (self.stride or 1) == 0]
                     for part in rows
                 ]
             )
-            if self._divided is not None and not torch.equal(found, self._divided[1]):
+            if self._divided is not None and not torch.equal(anchors, self._divided[1]):
                 self.innermost.restart()
-            self._divided = seen, found
+            self._divided = seen, anchors
         return self._divided[1]
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
@@ -497,11 +495,9 @@ class SequenceSampler(SamplerWrapper):
         ring = storage.ring
         if self.boundary == "shift":
             shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
-            anchors, back, ahead = (
-                ring.cells_after(anchors, -shift),
-                back - shift,
-                ahead + shift,
-            )
+            anchors = ring.cells_after(anchors, -shift)
+            back = back - shift
+            ahead = ahead + shift
         wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
         offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
         real = offset == wanted
@@ -532,10 +528,8 @@ class SequenceSampler(SamplerWrapper):
 
     def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading:
         """See ``reading_of`` in ``wrapper.py``."""
-        layout, init_key = (
-            storage.all_rows().layout,
-            cast("tuple[str, ...]", self.flag_keys[0]),
-        )
+        layout = storage.all_rows().layout
+        init_key = cast("tuple[str, ...]", self.flag_keys[0])
         flags = {leaf.dtype for leaf in layout.leaves if leaf.key in self.flag_keys}
         self.need_loops(storage)
         if storage.deduplicated.keys() & {*self.flag_keys}:
@@ -565,19 +559,14 @@ class SequenceSampler(SamplerWrapper):
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
         window = self.burn_in + self.length
         if td_error.numel() % window:
-            given = (
+            fault = (
                 f"{td_error.numel()} TD errors are not whole windows of {window} rows"
             )
             raise ValueError(
-                f"{given}: update priorities with the batch as it was sampled"
+                f"{fault}: update priorities with the batch as it was sampled"
             )
-        given = (
-            mask,
-            burn_in_mask,
-            window,
-            1.0 if self.priority_rule == "max" else self.eta,
-        )
-        return anchors, td_error, tuple.__new__(Windows, given)  # pyrefly: ignore [bad-specialization]  # as in law_of
+        eta = 1.0 if self.priority_rule == "max" else self.eta
+        return anchors, td_error, Windows(mask, burn_in_mask, window, eta)
 
     def update_priority(
         self, index: object, priority: object, *, storage: Storage | None = None
@@ -619,10 +608,8 @@ class SequenceSampler(SamplerWrapper):
         one. On other devices than the CPU, rows are taken for windows: a check would
         wait for the device.
         """
-        lanes, cells = (
-            storage.shape[1:].numel() if storage.ndim > 1 else 1,
-            len(storage),
-        )
+        lanes = storage.shape[1:].numel() if storage.ndim > 1 else 1
+        cells = len(storage)
         step = (rows[:, 1:] - rows[:, :-1]) % cells
         if backend_of(rows) == "numba" and not bool(
             ((step == 0) | (step == lanes % cells)).all()
@@ -668,7 +655,9 @@ class _WindowReading(Reading):
             [(init_key[0], (torch.bool, torch.Size([1])))] if adds_init else []
         )
         masks: list[Named] = [("mask", FLAG), ("burn_in_mask", FLAG)]
-        is_weighted = is_stamped and self.window > 1 and wrapper.fill() is not None
+        is_weighted = (
+            is_stamped and self.window > 1 and wrapper.find_draw_into() is not None
+        )
         self.entries = [
             *inner.entries,
             *masks,
@@ -677,15 +666,13 @@ class _WindowReading(Reading):
             *[WEIGHT] * is_weighted,
         ]
         weight = torch.zeros(count, dtype=torch.float32, device="cpu")
-        self.drawn = {"priority_weight": weight} if is_weighted else {}
+        self.anchor_weights = {"priority_weight": weight} if is_weighted else {}
         targets = {
             name: self.target_of(name)
-            for name in ("mask", "burn_in_mask", "anchor_index", *self.drawn)
+            for name in ("mask", "burn_in_mask", "anchor_index", *self.anchor_weights)
         }
-        self.flags, self.bounds = (
-            self.targets_of(wrapper.flag_keys),
-            np.zeros((count, 2), np.int64),
-        )
+        self.flags = self.targets_of(wrapper.flag_keys)
+        self.bounds = np.zeros((count, 2), np.int64)
         if adds_init:
             self.flags[0] = self.target_of(init_key[0]), 1
         shape = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in}
@@ -698,26 +685,24 @@ class _WindowReading(Reading):
         memory["weight"] = weight.data_ptr() if is_weighted else 0
         self.windows = record_of(WINDOWS, **shape, **kind, **memory, **targets)
         self.windows_at = self.windows.ctypes.data
-        self.expand, self.mark_ends = (
-            loop("wrappers.cpu", "expand"),
-            loop("wrappers.cpu", "mark_ends"),
-        )
+        self.expand = loop("wrappers.cpu", "expand")
+        self.mark_ends = loop("wrappers.cpu", "mark_ends")
 
     def __call__(
         self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
     ) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
-        episodes, windows, targets = (
-            self.storage.episodes_now().address,
-            self.windows_at,
-            slot.targets,
-        )
+        episodes = self.storage.episodes_now().address
+        windows = self.windows_at
+        targets = slot.targets
         listed = self.listed if self.lanes else slot.report["index"]
-        at = listed.data_ptr()
+        listed_at = listed.data_ptr()
         if not self.expand(
-            episodes, windows, flat.data_ptr(), at, targets, self.lanes, live
+            episodes, windows, flat.data_ptr(), listed_at, targets, self.lanes, live
         ):
             return False
         self.inner(slots, slot, listed, drawn, live)
-        self.mark_ends(episodes, windows, at, targets)
+        if self.wrapper.takes_goals:
+            slots.locate(slot)
+        self.mark_ends(episodes, windows, listed_at, targets)
         return True

@@ -55,7 +55,7 @@ def _of_inner(name: str) -> Any:
     )
 
 
-Drawn: TypeAlias = tuple[Tensor, Info, TensorDictBase]
+RevisedBatch: TypeAlias = tuple[Tensor, Info, TensorDictBase]
 """Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in
 new memory."""
 
@@ -129,7 +129,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
-    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> RevisedBatch:
         """Draw and revise a batch."""
         flat, info = self.draw_rows(storage, batch_size)
         # compiled loops look up the trajectories of these rows without a check
@@ -149,7 +149,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         many."""
         return batch_size
 
-    def fill(self) -> Callable[..., None] | None:
+    def find_draw_into(self) -> Callable[..., None] | None:
         """Return the form of :meth:`draw_rows` that writes to given memory, see
         :class:`CompiledPlan`, or None."""
         return compiled_form(self.innermost, "draw_into", "draw")
@@ -177,10 +177,10 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             self.has_checked_order = True
             return
         fault = ""
-        found = storage.episodes_now().segments()
-        if found.are_interleaved(needed):
+        segments = storage.episodes_now().segments()
+        if segments.are_interleaved(needed):
             fault = (
-                f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
+                f"trajectories are stored in stretches of {segments.mean:.1f} rows on average, because rows of several "
                 "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. "
             )
         elif environments_alternate(storage):
@@ -189,12 +189,14 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
                 "most rows is not the observation of the following row, but that of a later one. n-step returns, "
                 "sequences and hindsight goals mix the environments. "
             )
-        is_enough = len(storage) >= FEWEST_ROWS or found.rows >= storage.max_size
+        is_enough = len(storage) >= FEWEST_ROWS or segments.rows >= storage.max_size
         self.has_checked_order = bool(fault) or is_enough
         if fault:
             warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=2)
 
-    def batch_of(self, storage: PackedStorage, flat: Tensor, info: Info) -> Drawn:
+    def batch_of(
+        self, storage: PackedStorage, flat: Tensor, info: Info
+    ) -> RevisedBatch:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and
         their info dict."""
         return flat, info, self.read(storage, flat, flat)
@@ -233,8 +235,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         index = coordinates(flat, storage)
         if not self.gives_windows:
             return index, info
-        found = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
-        return found.pop("index"), found
+        report = self.report_by_window(info | {"index": index})  # pyrefly: ignore [bad-argument-type]
+        return report.pop("index"), report
 
     def rows_per_window(self, info: Info) -> int:
         """Return L, the number of rows per window of a flat batch with this info dict;
@@ -333,8 +335,10 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             before, settings = self._settings(), state_dict["settings"]
             # an older version may have fewer settings
             if not settings.keys() <= before.keys():
-                own = f"a {type(self).__name__} has {sorted(before)}"
-                raise ValueError(f"the saved settings are {sorted(settings)}, {own}")
+                expected = f"a {type(self).__name__} has {sorted(before)}"
+                raise ValueError(
+                    f"the saved settings are {sorted(settings)}, {expected}"
+                )
             with self._set(settings):
                 self.sampler.load_state_dict(state_dict["sampler"])
 
@@ -381,17 +385,10 @@ def reading_of(
     return reading(storage, size, is_stamped)
 
 
-def leaf_stored(storage: PackedStorage, key: tuple[str, ...]) -> Leaf | None:
-    """Return the dtype and the shape of a key in each row, or None if it is not
-    stored."""
-    layout = storage.all_rows().layout
-    return layout.leaves[layout.places[key]] if key in layout.places else None
-
-
 def summable(storage: PackedStorage, key: tuple[str, ...], what: str) -> Leaf:
     """Return the dtype and the shape of the rewards to sum; raise an error that names
     ``what`` needs them."""
-    leaf = leaf_stored(storage, key)
+    leaf = storage.all_rows().layout.leaf(key)
     if leaf is None or key in storage.deduplicated:
         raise KeyError(f"{what} need {show_key(key)}, which is not stored")
     if not leaf.dtype.is_floating_point:

@@ -77,7 +77,7 @@ class RowLayout:
         if not leaves:
             raise SchemaError("cannot store a TensorDict that contains no tensor")
         self.leaves = tuple(sorted(leaves, key=_place))
-        # leaf index by key
+        # the number of each leaf by its key; see also :meth:`leaf`
         self.places = {leaf.key: i for i, leaf in enumerate(self.leaves)}
         self.root = _describe(data, lead_dims, (), self.places)
         # offset of each leaf in a row, in bytes
@@ -215,6 +215,11 @@ class RowLayout:
         An entry of ``more`` replaces a leaf with the same key.
         """
         return _build(self.root, columns, lead, device, more)
+
+    def leaf(self, key: tuple[str, ...]) -> Leaf | None:
+        """Return the dtype and the shape of a key in each row; None if it is not
+        stored."""
+        return self.leaves[self.places[key]] if key in self.places else None
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
         """Return the value of each leaf in ``data``, and whether ``data`` has the wrong

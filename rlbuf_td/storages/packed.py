@@ -570,9 +570,10 @@ class PackedStorage(LazyTensorStorage):
     )
     _len = property(lambda self: len(self), lambda self, length: None)
 
-    def bind_read(self) -> Rows:
-        """Return the rows that compiled code reads."""
-        return self.all_rows()
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU read the rows."""
+        return self.rows is not None and self.rows.is_launched
 
     def stamps(self, index: object) -> torch.Tensor:
         """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the

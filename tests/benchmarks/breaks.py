@@ -401,8 +401,8 @@ BREAKS = [
     ),
     Break(
         "a plan is used after the rows have moved",
-        "buffers/plan.py",
-        "            and self.epoch == self.storage.epoch\n",
+        "buffers/replay.py",
+        "                or plan.epoch != self._storage.epoch\n",
         "",
         "tests/test_replaced_rows.py -k move",
     ),

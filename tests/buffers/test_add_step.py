@@ -216,7 +216,7 @@ class ByThrees(ReplayBuffer):
         super().__init__(**parts)
         self.kept: list[Any] = []
 
-    def add(self, data: Any) -> Any:
+    def add(self, data: Any, *columns: object) -> Any:
         self.kept.append(data)
         if len(self.kept) < 3:
             return 0

@@ -219,6 +219,7 @@ REFUSALS: Table = {
     ("ReplayBuffer.add", buffer): [
         *misfits(lambda rb, data: rb.add(data), steps),
         (lambda rb: rb.add(steps(3)), SchemaError, "If these are several transitions, use extend"),
+        (lambda rb: rb.add(zeros(3), 1, 0.5), TypeError, "add takes one TensorDict, got 3 arguments: add_step takes"),
     ],
     ("ReplayBuffer.extend, lists", buffer): [
         (lambda rb: rb.extend([steps(), steps().set("action", zeros(2).long())]), ValueError, "stack|ragged"),

@@ -68,10 +68,8 @@ def gather_leaves(
     CPU. If an index is out of range, an IndexError is raised, and the tensors hold
     undefined numbers.
     """
-    targets, live = (
-        np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out)),
-        len(matrix),
-    )
+    targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
+    live = len(matrix)
     shape = {
         "rows": address_of(matrix),
         "row_bytes": matrix.stride(0) * matrix.element_size(),

@@ -118,14 +118,14 @@ def are_written(index, live):
 
 @inlined
 def put_report(batch, index, targets, first, last):
-    place = targets + 8 * batch.leaves
+    index_target = targets + 8 * batch.leaves
     if batch.lanes:
-        _coordinates(index[first:last], batch.lanes, load(place, np.int64) + 16 * first)
-    if batch.stamped:
-        target, head = (
-            load(place + 8, np.int64),
-            head_at(batch.serials, max(batch.lanes, 1)),
+        _coordinates(
+            index[first:last], batch.lanes, load(index_target, np.int64) + 16 * first
         )
+    if batch.stamped:
+        target = load(index_target + 8, np.int64)
+        head = head_at(batch.serials, max(batch.lanes, 1))
         for i in range(first, last):
             store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
@@ -158,10 +158,8 @@ def _listed(record, updates):
     within its bounds, and how many are gone since they were sampled, or -1 if a lane is
     out of range.
     """
-    row, magnitude = (
-        np.empty(updates.count, np.int64),
-        np.empty(updates.count, np.float32),
-    )
+    row = np.empty(updates.count, np.int64)
+    magnitude = np.empty(updates.count, np.float32)
     lanes, stale = max(record.lanes, 1), 0
     for i in range(updates.count):
         first = updates.every * i
@@ -173,10 +171,8 @@ def _listed(record, updates):
         if not updates.in_pairs:
             row[i] = load(updates.index + 8 * first, np.int64)
             continue
-        step, lane = (
-            load(updates.index + 16 * first, np.int64),
-            load(updates.index + 16 * first + 8, np.int64),
-        )
+        step = load(updates.index + 16 * first, np.int64)
+        lane = load(updates.index + 16 * first + 8, np.int64)
         if step >= 0 and (lane < 0 or lane >= lanes):
             return row, magnitude, -1
         row[i] = step * lanes + lane if step >= 0 else -1
@@ -215,10 +211,8 @@ def update_proportional(address, updates: Updates):
     row, magnitude, stale = _listed(record, updates)
     if stale < 0:
         return REFUSED, 0
-    tree, alpha = (
-        carray(pointer(record.table), 1, TREE),
-        load(record.weighed_alpha, np.float64),
-    )
+    tree = carray(pointer(record.table), 1, TREE)
+    alpha = load(record.weighed_alpha, np.float64)
     return _raise_largest(
         record,
         updates.counts,

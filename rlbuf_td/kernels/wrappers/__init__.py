@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Spans
-from rlbuf_td.kernels.host_memory import address_of, to_device
+from rlbuf_td.kernels.host_memory import address_of, addresses_of, to_device
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers.rewards import Rewards, Sums
 
@@ -149,27 +149,14 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask``
     must be contiguous.
     """
-    dtype, rows, is_on_host = (
-        target.dtype,
-        target.shape[0],
-        backend_of(target) == "numba",
-    )
-    if (
-        (dtype is torch.float32 or dtype is torch.float64)
-        and target.numel() == rows
-        and is_on_host
-    ):
+    dtype, rows = target.dtype, target.shape[0]
+    is_on_host = backend_of(target) == "numba"
+    is_number = target.numel() == rows and target.is_contiguous()
+    if is_on_host and is_number and dtype in (torch.float32, torch.float64):
         # the memory of a lazily negated tensor has the opposite sign
-        values = values.resolve_neg()
-        width = dtype.itemsize
-        places = [
-            number
-            for tensor in (target, values)
-            for number in (address_of(tensor), tensor.stride(0) * width)
-        ]
-        return loop("wrappers.cpu", "put_values")(
-            *places, width, rows, address_of(mask)
-        )
+        values = values.resolve_neg().contiguous()
+        addresses = addresses_of([target, values, mask])
+        return loop("wrappers.cpu", "put_values")(*addresses, rows, dtype.itemsize)
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()

@@ -431,16 +431,16 @@ def _mark_first_steps(numbers, windows, flat, target, width):
 
 
 @kernel
-def put_values(target, to_next, values, value_to_next, width, count, mask):
-    """Implement :func:`rlbuf_td.kernels.wrappers.put_values_`, given addresses and the
-    bytes from number to number."""
+def put_values(target, values, mask, count, width):
+    """Implement :func:`rlbuf_td.kernels.wrappers.put_values_` for ``count`` numbers of
+    ``width`` bytes, given addresses."""
     for i in range(count):
-        value = values + i * value_to_next
+        value = values + i * width
         if load(mask + i, np.bool_) and np.isnan(
             load(value, np.float64) if width == 8 else load(value, np.float32)
         ):
             return i
     for i in range(count):
         if load(mask + i, np.bool_):
-            copy_few(target + i * to_next, values + i * value_to_next, width)
+            copy_few(target + i * width, values + i * width, width)
     return -1
