@@ -29,7 +29,7 @@ from rlbuf_td.kernels.dispatch import (
 )
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import (
-    EPISODES_DUE,
+    EPISODES_STALE,
     REVISION,
     ROWS_WRITTEN,
     UNCOUNTED,
@@ -38,9 +38,6 @@ from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.episodes import (
-    CURRENT,
-    NEW,
-    STALE,
     EpisodeKeys,
     Episodes,
     StorageKeys,
@@ -179,8 +176,7 @@ class PackedStorage(LazyTensorStorage):
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file,
     ``priorities.bin``. Rows that are not in this file get the priority of new rows,
     with a warning. The second file takes 8 bytes per row, priorities 16 bytes per row.
-    Reopening is O(1), with priorities or after a process without numba O(N); the first
-    look-up of trajectories reads the flags of all rows.
+    Reopening is O(1), with priorities O(N).
 
     Forked processes may write to rows in a file, reopened or not, only if these are
     shared.
@@ -445,7 +441,8 @@ class PackedStorage(LazyTensorStorage):
     def _bump_mutation_revision(self) -> None:
         """Note a change of rows other than a write of new ones."""
         self._ring.numbers[REVISION] += 1
-        self.mark_episodes(STALE)
+        if self.episodes is not None:
+            self.episodes.invalidate()
 
     @property
     def _mutation_revision(self) -> int:
@@ -462,12 +459,6 @@ class PackedStorage(LazyTensorStorage):
         place."""
         self._take_edits()
         return self._ring.numbers[REVISION]
-
-    def mark_episodes(self, state: int) -> None:
-        """Let the next look-up of episodes do what
-        :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
-        if self.episodes is not None:
-            self.episodes.mark(state)
 
     @property
     def episode_keys(self) -> EpisodeKeys:
@@ -493,18 +484,18 @@ class PackedStorage(LazyTensorStorage):
                         f"{known.pair.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
                         "for all samplers and indices over a storage, in all processes that share it"
                     )
-                self._replace_keys(keys, STALE if self.reopened else NEW)
-                if self.reopened and self.episodes is not None:
+                self._replace_keys(keys)
+                if self.episodes is not None and self.reopened:
                     self.episodes.end()
+                elif self.episodes is not None:
+                    self.episodes.forget()
             known.use()
 
-    def _replace_keys(self, keys: EpisodeKeys, state: int) -> None:
-        """Find episodes by other keys; ``state`` says what the next look-up must do."""
+    def _replace_keys(self, keys: EpisodeKeys) -> None:
+        """Find episodes by other keys; the numbers so far are stale."""
         self.keys.refuse_long(keys)
-        if self.rows is not None:
-            due = self._ring.numbers[EPISODES_DUE]
-            # first: a process that dies here leaves numbers that are built again
-            self._ring.numbers[EPISODES_DUE] = max(due, state)
+        # first: a process that dies here leaves numbers that are built again
+        self._ring.numbers[EPISODES_STALE] = True
         self.keys.replace(keys)
         self.refind_episodes()
 
@@ -542,7 +533,7 @@ class PackedStorage(LazyTensorStorage):
             and keys != self.episode_keys
             and not self.uses_episode_keys
         ):
-            self._replace_keys(keys, NEW)
+            self._replace_keys(keys)
         if self.episodes is not None:
             self.episodes.load(saved if keys == self.episode_keys else None)
 
@@ -560,7 +551,7 @@ class PackedStorage(LazyTensorStorage):
         if episodes is None:
             # raises an error
             episodes = Episodes(self.all_rows(), ring, self.episode_keys)
-        if ring.numbers[EPISODES_DUE] != CURRENT:
+        if ring.numbers[EPISODES_STALE]:
             episodes.refresh()
         return episodes
 
@@ -1479,8 +1470,6 @@ class PackedStorage(LazyTensorStorage):
         self._ring.numbers[REVISION] += 1
 
     def _remove_rows(self) -> None:
-        if self.episodes is not None:
-            self.episodes.catch_up()
         self.ring.empty()
         if self.rows is not None:
             self.rows.forget()
@@ -1511,8 +1500,8 @@ class PackedStorage(LazyTensorStorage):
         :meth:`ReplayBuffer.share` do the same. If no rows are allocated yet, the first
         process that writes allocates them. The storage's ``lock`` admits one process at
         a time. If a process dies during a write, the new rows are missing, and the rows
-        that they were about to replace may be gone. All of them must have numba, or
-        none: others disagree about episodes. Ctrl-C waits until everything is shared.
+        that they were about to replace may be gone. Ctrl-C waits until everything is
+        shared.
 
         Cost: one copy of all rows in RAM.
 
@@ -1742,7 +1731,6 @@ class PackedStorage(LazyTensorStorage):
         ids.
         """
         if self.episodes is not None and self.episodes.id_key is not None:
-            self.episodes.refresh()
             self.episodes.end()
         self.tell_replaced(are_loaded=True, but=but)
 

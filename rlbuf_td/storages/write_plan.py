@@ -328,17 +328,20 @@ class TorchWrites(WritePlan):
             cells = cells[is_kept]
         addresses, device = rows.addresses_of(leaves), rows.matrix.device
         # all numbers of a launch in one copy to the device
-        parts = [index.numpy().ravel(), cells, np.array(addresses or (), np.int64)]
+        parts = [
+            index.numpy().ravel(),
+            cells,
+            np.array(addresses or (), np.int64),
+            ring.serials_after(counts).ravel(),
+        ]
         numbers = to_device(np.concatenate(parts), device)
         shape, is_one = index.shape, write.is_single and storage.ndim == 1
-        index, cells_there, pointers = numbers.split([len(part) for part in parts])
+        sizes = [len(part) for part in parts]
+        index, cells_there, pointers, serials_after = numbers.split(sizes)
         index = int(cells[0]) if is_one else index.view(shape)
         are_apart = lanes is not None or not ring.together
         serials, longest, episodes = ring.serials, ring.longest, storage.episodes
-        new, kept = np.flatnonzero(counts), np.minimum(counts, ring.steps)
         try:
-            if episodes is not None:
-                episodes.prepare(new, counts[new])
             ring.begin(counts)
             if are_apart:
                 steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
@@ -347,10 +350,11 @@ class TorchWrites(WritePlan):
                 rows.append_(cells, leaves, serials)
             else:
                 rows.append_from_(cells_there, pointers)
-            if episodes is not None:
-                first = ring.after[WRITTEN] - kept
-                episodes.note(new, first[new], kept[new], (counts > kept)[new])
-            ring.publish()
+            if episodes is None:
+                ring.publish()
+            else:
+                episodes.note(serials_after.view(3, ring.lanes))
+                episodes.publish()
             ring.numbers[REVISION] += 1
             if write.is_told and (addresses is None or are_apart):
                 self.tell(index)

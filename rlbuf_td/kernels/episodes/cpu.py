@@ -247,18 +247,20 @@ def note(record, lane, first, count, skips):
 
 
 @kernel
-def note_rows(address, count, rows):
-    """Note new rows; ``rows``, the address of int64 ``[4, count]``, has the other
-    arguments of `note`."""
-    record, of = record_at(address), carray(pointer(rows), (4, count), np.int64)
-    for i in range(count):
-        note(record, of[0, i], of[1, i], of[2, i], of[3, i] != 0)
+def note_rows(address, serials):
+    """Note the new rows of a write; ``serials`` is the address of those that
+    :func:`rlbuf_td.kernels.episodes.lanes_of_write` describes."""
+    record = record_at(address)
+    _, written, noted = carray(pointer(serials), (3, record.lanes), np.int64)
+    for lane in range(record.lanes):
+        first = max(noted[lane], written[lane] - record.steps)
+        if first < written[lane]:
+            note(record, lane, first, written[lane] - first, first > noted[lane])
 
 
 @kernel
 def build(address):
-    """Implement :func:`rlbuf_td.kernels.episodes.note_` for rows that have been
-    noted."""
+    """Implement :func:`rlbuf_td.kernels.episodes.note_` for all stored rows."""
     record = record_at(address)
     for lane in range(record.lanes):
         follows = record.following + 8 * lane
