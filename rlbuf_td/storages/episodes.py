@@ -179,10 +179,13 @@ class StorageKeys:
     def follow(self) -> None:
         """Take the pair that another process has set."""
         self._replaced = self._numbers[_REPLACED]
-        at, length = addressof(self._numbers.values) + 8 * _TEXT, self._numbers[_LENGTH]
+        text_address, length = (
+            addressof(self._numbers.values) + 8 * _TEXT,
+            self._numbers[_LENGTH],
+        )
         self.pair = EpisodeKeys()
         if length:
-            done_key, traj_key = json.loads(string_at(at, length))
+            done_key, traj_key = json.loads(string_at(text_address, length))
             self.pair = EpisodeKeys.of(
                 tuple(done_key), None if traj_key is None else tuple(traj_key)
             )
@@ -459,16 +462,19 @@ class Episodes:
         if not self.address:
             return spans(self.numbers, cells, *self.ring.ends_at(cells))
         count, integer, flag = len(cells), torch.int64, torch.bool
-        found = Spans(
+        stored_spans = Spans(
             *(
                 torch.empty(count, dtype=dtype, device="cpu")
                 for dtype in (integer, integer, flag, flag)
             )
         )
         loop("episodes.cpu", "reach")(
-            self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found)
+            self.address,
+            cells.data_ptr(),
+            count,
+            *(numbers.data_ptr() for numbers in stored_spans),
         )
-        return found
+        return stored_spans
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
         """Return the first cell and the length of each episode whose rows are all
@@ -481,10 +487,10 @@ class Episodes:
         first, length = (
             torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2)
         )
-        found = loop("episodes.cpu", "whole")(
+        count = loop("episodes.cpu", "whole")(
             self.address, only_finished, first.data_ptr(), length.data_ptr()
         )
-        return first[:found].clone(), length[:found].clone()
+        return first[:count].clone(), length[:count].clone()
 
     def segments(self) -> StoredSegments:
         """Count the segments of trajectories among the last rows: O(N)."""
@@ -494,10 +500,10 @@ class Episodes:
                 max(0, len(ring) - _MOST_ROWS), len(ring), device=self.numbers.device
             )
         )
-        found, flagged = self.spans(cells), self._ended(cells)
-        is_last = found.ahead == 0
+        around, flagged = self.spans(cells), self._ended(cells)
+        is_last = around.ahead == 0
         count, broken = torch.stack(
-            (is_last.sum(), (is_last & found.ended & ~flagged).sum())
+            (is_last.sum(), (is_last & around.ended & ~flagged).sum())
         ).tolist()
         ids = (
             count
@@ -564,16 +570,16 @@ def refuse_episodes(saved: State | None, lanes: int, steps: int) -> None:
         "following": (torch.int64, torch.Size([2, lanes])),
     }
     for name, (dtype, shape) in wanted.items():
-        found = saved[name]
+        numbers = saved[name]
         if (
-            not isinstance(found, Tensor)
-            or found.dtype is not dtype
-            or found.shape != shape
+            not isinstance(numbers, Tensor)
+            or numbers.dtype is not dtype
+            or numbers.shape != shape
         ):
             got = (
-                kind(found.dtype, found.shape)
-                if isinstance(found, Tensor)
-                else repr(found)
+                kind(numbers.dtype, numbers.shape)
+                if isinstance(numbers, Tensor)
+                else repr(numbers)
             )
             raise ValueError(
                 f"the saved numbers of episodes, {name!r}, are {got}, expected {kind(dtype, shape)}"

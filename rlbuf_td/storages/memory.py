@@ -281,9 +281,9 @@ class HeadFile(SharedFile):
     def keep(self, *numbers: SharedNumbers) -> None:
         """Move numbers to the header, or, in an older file, replace them by those in
         the header."""
-        for each in numbers:
-            each.keep_in(self, self._next, found=not self.is_new)
-            self._next += 8 * len(each)
+        for shared in numbers:
+            shared.keep_in(self, self._next, exists=not self.is_new)
+            self._next += 8 * len(shared)
 
     def finish(self) -> None:
         """Mark the header as complete."""

@@ -90,10 +90,10 @@ class Ring:
             self.after[FOLLOWING:],
         )
 
-    def keep_in(self, block: Tensor, *, found: bool) -> None:
-        """Move the numbers to ``block``, int64 in shared memory; if ``found``, take
+    def keep_in(self, block: Tensor, *, exists: bool) -> None:
+        """Move the numbers to ``block``, int64 in shared memory; if it ``exists``, take
         those there."""
-        if not found:
+        if not exists:
             block.copy_(torch.from_numpy(self.block))
         self._place(block.numpy())
 
@@ -346,7 +346,8 @@ class Ring:
             return common
         lane = cell % self.lanes
         tail, written = (
-            to_device(each, lane.device)[lane] for each in (self.tail, self.written)
+            to_device(serials, lane.device)[lane]
+            for serials in (self.tail, self.written)
         )
         return tail, written
 

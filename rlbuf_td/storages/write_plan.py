@@ -98,8 +98,13 @@ class CompiledWrites(WritePlan):
             write_cpu,
         )
         stages = [
-            (each, each._stage_of_writes() if isinstance(each, Listener) else Stage())
-            for each in self.listeners
+            (
+                listener,
+                listener._stage_of_writes()
+                if isinstance(listener, Listener)
+                else Stage(),
+            )
+            for listener in self.listeners
         ]
         #: How the kernel sets priorities of new rows.
         entered = next((stage for _, stage in stages if stage.loop), Stage())
@@ -153,7 +158,7 @@ class CompiledWrites(WritePlan):
             index = torch.empty(
                 (rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu"
             )
-        at = (
+        arguments = (
             0 if lanes is None else lanes.data_ptr(),
             write.lanes_first,
             0 if index is None else index.data_ptr(),
@@ -172,27 +177,27 @@ class CompiledWrites(WritePlan):
                     else priorities.record_at(storage, self.ring)
                 )
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(self.address, count, *at, entry, goes_on)
+                    code = self.kernel(self.address, count, *arguments, entry, goes_on)
                 if code >= self.codes.IN_CELLS:
                     break
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:
                 entries.end()
-            found = code if index is None else index
+            new_index = code if index is None else index
             if write.record is not None:
                 write.record(
                     self.sources
                 )  # before others, which may write: new `sources`
             if goes_on:
                 if priorities is not None:
-                    priorities.keep_new(found, storage)
-                self.tell(found)
+                    priorities.keep_new(new_index, storage)
+                self.tell(new_index)
                 self.ring.finish()
         except BaseException:
             if self.ring.dirty:
                 storage.recover()
             raise
-        return found
+        return new_index
 
     @property
     def tells_nobody(self) -> bool:
@@ -403,6 +408,6 @@ def _occurrences(numbers: np.ndarray) -> np.ndarray:
     log n)."""
     order = np.argsort(numbers, kind="stable")
     ascending = numbers[order]
-    found = np.empty(len(numbers), np.int64)
-    found[order] = np.arange(len(numbers)) - np.searchsorted(ascending, ascending)
-    return found
+    counts = np.empty(len(numbers), np.int64)
+    counts[order] = np.arange(len(numbers)) - np.searchsorted(ascending, ascending)
+    return counts

@@ -123,8 +123,8 @@ def spans(
     slot = cells // lanes if lanes > 1 else cells
     ago = (written - 1 - slot) % steps
     before = written - 1 - tail - ago  # stored rows of the lane before this one
-    at = slot + cells % lanes * steps if lanes > 1 else slot
-    back, left = numbers.flatten(0, 1)[at].long().unbind(-1)
+    rows = slot + cells % lanes * steps if lanes > 1 else slot
+    back, left = numbers.flatten(0, 1)[rows].long().unbind(-1)
     back, ended = back & STEPS, left > 0
     return Spans(
         back.minimum(before), torch.where(ended, left - 1, ago), ended, back <= before

@@ -60,7 +60,7 @@ def _note(
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    lane, place = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS).to(tl.int64)
+    lane, position = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS).to(tl.int64)
     tail, written = tl.load(serials + lane), tl.load(serials + lanes + lane)
     noted = tl.load(serials + 2 * lanes + lane)
     first = tl.maximum(noted, written - steps)
@@ -76,46 +76,48 @@ def _note(
     stored = (tl.load(newest, mask=has_rows, other=0).to(tl.int64) & _STEPS) + 1
     stored = tl.where(has_rows, stored, 0)
     for start in range(first, written, ROWS):
-        serial = start + place
+        serial = start + position
         is_row, slot = serial < written, serial % steps
         row = rows + slot * width
         ended = _ends(row, is_row, flags, flag_count)
         row_before = rows + (serial + steps - 1) % steps * width
-        has_before = is_row & (place > 0)
+        has_before = is_row & (position > 0)
         begins = _ends(row_before, has_before, flags, flag_count)
         if HAS_IDS:
             own_id = _ids(row, is_row, id_offset, KIND)
             id_before = _ids(row_before, has_before, id_offset, KIND)
-            is_other = tl.where(place > 0, own_id != id_before, own_id != traj_id)
+            is_other = tl.where(position > 0, own_id != id_before, own_id != traj_id)
             begins |= is_other & ~(is_cut & (serial == first))
             is_newest = serial == tl.minimum(start + ROWS, written) - 1
             traj_id = tl.sum(tl.where(is_newest, own_id, 0), 0)
-        begins |= (place == 0) & (back <= 0)
+        begins |= (position == 0) & (back <= 0)
 
         # the last begin up to each row, the first end from it on
-        begin_of = tl.where(begins & is_row, place, -1)[None, :]
-        begin_of = tl.where(place[None, :] <= place[:, None], begin_of, -1)
+        begin_of = tl.where(begins & is_row, position, -1)[None, :]
+        begin_of = tl.where(position[None, :] <= position[:, None], begin_of, -1)
         begin = tl.max(begin_of, 1)
-        end_of = tl.where(ended & is_row, place, _NEVER)[None, :]
-        end_of = tl.where(place[None, :] >= place[:, None], end_of, _NEVER)
-        cut_of = tl.where(begins & is_row, place - 1, _NEVER)[None, :]
-        cut_of = tl.where(place[None, :] > place[:, None], cut_of, _NEVER)
+        end_of = tl.where(ended & is_row, position, _NEVER)[None, :]
+        end_of = tl.where(position[None, :] >= position[:, None], end_of, _NEVER)
+        cut_of = tl.where(begins & is_row, position - 1, _NEVER)[None, :]
+        cut_of = tl.where(position[None, :] > position[:, None], cut_of, _NEVER)
         end = tl.minimum(tl.min(end_of, 1), tl.min(cut_of, 1))
-        since = tl.minimum(tl.where(begin < 0, back + place, place - begin), _MOST)
-        left = tl.where(end < _NEVER, end - place + 1, 0)
-        is_break = (place == 0) & (back < 0)
+        since = tl.minimum(
+            tl.where(begin < 0, back + position, position - begin), _MOST
+        )
+        left = tl.where(end < _NEVER, end - position + 1, 0)
+        is_break = (position == 0) & (back < 0)
         tl.store(numbers + 2 * slot, tl.where(is_break, _BREAK, since), mask=is_row)
         tl.store(numbers + 2 * slot + 1, left, mask=is_row)
 
         # the rows before, of the episode that ends here
-        begins_anew = tl.max(tl.where(place == 0, begins.to(tl.int32), 0), 0) > 0
-        closing = tl.min(tl.where(place == 0, end, _NEVER), 0)
+        begins_anew = tl.max(tl.where(position == 0, begins.to(tl.int32), 0), 0) > 0
+        closing = tl.min(tl.where(position == 0, end, _NEVER), 0)
         closing = tl.where(begins_anew, -1, closing)
         stored = tl.where(closing < _NEVER, tl.minimum(stored, start - tail), 0)
         for ago in range(1, stored + 1, ROWS):
-            slot_before = (start - ago - place) % steps
-            is_before = ago + place <= stored
-            left = closing + ago + place + 1
+            slot_before = (start - ago - position) % steps
+            is_before = ago + position <= stored
+            left = closing + ago + position + 1
             tl.store(numbers + 2 * slot_before + 1, left, mask=is_before)
         tl.debug_barrier()  # other threads may write to these rows next
 
