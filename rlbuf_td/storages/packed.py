@@ -545,8 +545,7 @@ class PackedStorage(LazyTensorStorage):
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
         """
-        if self.rows is not None and self.rows.exported.take_edits():
-            self._bump_mutation_revision()
+        self._take_edits()
         ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
         if episodes is None:
             # raises an error
