@@ -111,7 +111,7 @@ class MemoryPlan:
             self.leaves[0],
             [f"use a capacity of at most {self.most_rows:,}"],
         )
-        if not self.place.place.startswith("disk"):
+        if not self.place.location.startswith("disk"):
             ways.append("keep the rows in a file, on the CPU: scratch_dir=...")
         ways.append(
             f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them"
@@ -130,10 +130,10 @@ class MemoryPlan:
     @property
     def _needs(self) -> list[tuple[Room, int]]:
         """The bytes that the buffer needs in each memory."""
-        if self.place.place == self.memory.place:
+        if self.place.location == self.memory.location:
             return [(self.place, self.total)]
         # what lies in /dev/shm takes RAM, too
-        rows = self.total if self.place.place == "RAM" else self.rows
+        rows = self.total if self.place.location == "RAM" else self.rows
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import spans
+from rlbuf_td.kernels.episodes import by_age, lanes_of_write, note_, spans
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.kernels.sum_tree import weight_of, write_magnitudes
@@ -149,6 +149,34 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
     )
 
 
+def note_episodes(device: torch.device, generator: torch.Generator) -> bool:
+    from rlbuf_td.kernels.episodes.triton import EpisodeNotes
+
+    steps, lanes, count = 100, 3, 90
+    rows = torch.randint(2, (steps * lanes, 8), generator=generator)
+    rows = (rows * (torch.rand(rows.shape, generator=generator) < 0.2)).byte()
+    rows = rows.to(device)
+    numbers = torch.zeros(lanes, steps, 2, dtype=torch.int32, device=device)
+    wanted, serials = numbers.clone(), torch.zeros(3, lanes, dtype=torch.int64)
+    following = torch.tensor([[-1, 3, 0], [0, 1, 0]], device=device)
+    notes = EpisodeNotes(np.array([(0, 1), (5, 2)]), 4, torch.uint8, device)
+    for _ in range(3):
+        serials[2] = serials[1]
+        serials[1] += torch.tensor([count, 2, 0])
+        serials[0] = (serials[1] - steps).clamp(min=0)
+        after, table = torch.empty_like(following), serials.to(device)
+        notes.note(numbers, rows, (following, after), table)
+        changed = lanes_of_write(wanted, following, table)
+        by_lane = by_age(changed, int(changed.newest.max()) + 1)
+        row = rows[by_lane.cells]
+        ended = (row[..., [0, 5, 6]] > 0).any(-1)
+        next_rows = note_(changed, by_lane, ended, row[..., 4].long())
+        if not torch.equal(after, next_rows) or not torch.equal(numbers, wanted):
+            return False
+        following = after
+    return True
+
+
 def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
     from rlbuf_td.kernels.wrappers.triton import sum_steps
 
@@ -178,6 +206,7 @@ CHECKS: tuple[Callable[[torch.device, torch.Generator], bool], ...] = (
     read_and_write_rows,
     update_priorities,
     draw_by_priority,
+    note_episodes,
     sum_rewards,
 )
 

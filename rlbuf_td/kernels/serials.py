@@ -9,16 +9,15 @@ from typing import NamedTuple
 #: written; and two rows from `FOLLOWING` on, what the next row of each lane continues,
 #: see :mod:`rlbuf_td.kernels.episodes`.
 TAIL, WRITTEN, FOLLOWING = range(3)
-#: The first row, after those of the head, of the head after a write; the row with
-# ``written`` before the write; and : the row with the serials up to which episodes have
-# been noted, where these are computed later (otherwise -1).
-AFTER, BEFORE, NOTED = 4, 8, 9
+#: The first row, after those of the head, of the head after a write; and the row with
+#: ``written`` before the write.
+AFTER, BEFORE = 4, 8
 #: The last words of the block: how many rows were ever written, and this number after
 # the write; how many of them ``Ring.write_count`` leaves out; on how many rows a writer
 # called its value network; of which `PUBLICATION` the rows have the estimates that this
 # writer adds, see :class:`~rlbuf_td.writers.RolloutWriter`; how often rows have changed;
-# what a look-up of episodes must do before, see :mod:`rlbuf_td.storages.episodes`; how
-# far a write has come; how often rows have been published or given up; and this number
+# whether the numbers of episodes must be built again before a look-up; how far a write
+# has come; how often rows have been published or given up; and this number
 # after the write.
 (
     ROWS_WRITTEN,
@@ -27,7 +26,7 @@ AFTER, BEFORE, NOTED = 4, 8, 9
     VALUE_ROWS,
     ESTIMATED,
     REVISION,
-    EPISODES_DUE,
+    EPISODES_STALE,
     DIRTY,
     PUBLICATION,
     NEXT_PUBLICATION,
@@ -48,4 +47,4 @@ class Serials(NamedTuple):
 
 def block_size(lanes: int) -> int:
     """Return how many numbers the block of a ring of ``lanes`` lanes has."""
-    return (NOTED + 1) * lanes - ROWS_WRITTEN
+    return (BEFORE + 1) * lanes - ROWS_WRITTEN

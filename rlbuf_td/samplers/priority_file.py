@@ -50,8 +50,8 @@ class PriorityFile:
             os.ftruncate(self.file.descriptor, 0)
             os.ftruncate(self.file.descriptor, size)
         self.file.reserve(-HEADER, size)
-        self.numbers.keep_in(self.file, 0, found=is_old)
-        self.largest.keep_in(self.file, 64, found=is_old)
+        self.numbers.keep_in(self.file, 0, exists=is_old)
+        self.largest.keep_in(self.file, 64, exists=is_old)
         self._view()
         if self.numbers.values[:] != expected:
             self.numbers.values[:] = expected

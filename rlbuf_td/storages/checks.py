@@ -72,10 +72,10 @@ def whole(least: int) -> Callable[[str, Any], int]:
 
     def check(name: str, value: object) -> int:
         kind = f"a whole number, at least {least}"
-        found = number(name, value, kind)
-        if not (found >= least and found.is_integer()):
+        value_given = number(name, value, kind)
+        if not (value_given >= least and value_given.is_integer()):
             raise ValueError(f"{name} must be {kind}, got {_shown(value)}")
-        return int(found)
+        return int(value_given)
 
     return check
 

@@ -208,14 +208,14 @@ class DedupLayout:
         ]
         self.names_slot = self.stored.places[(ENTRY_NAMES,)]
         self.groups, self.parts = self._groups_and_parts()
-        own = [
+        stored_leaves = [
             leaf
             for leaf in self.stored.leaves
             if leaf.key != (ENTRY_NAMES,) and leaf.nbytes
         ]
         self.runs = tuple(
             Run(self.stored.offsets[leaf.key], layout.places[leaf.key], leaf.nbytes)
-            for leaf in own
+            for leaf in stored_leaves
         )
 
     @classmethod

@@ -1,12 +1,10 @@
 """The episodes of a storage's rows: their numbers, and the flags and ids that tell
 where episodes end.
 
-See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Loops note a write of
-new rows after their bytes are stored and before they are published
-(:meth:`Episodes.note`); with torch, the next look-up notes all rows, and whoever
-removes rows or changes what follows them looks up before. Anything else that changes
-rows, and a write that did not end, makes the numbers :data:`STALE`: the next look-up
-builds them again from the rows.
+See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. A write notes its rows
+after their bytes are stored and before they are published (:meth:`Episodes.note`).
+Whatever else changes rows, and a write that did not end, makes the numbers stale: the
+next look-up builds them again from flags, ids and breaks.
 """
 
 from __future__ import annotations
@@ -30,12 +28,15 @@ from rlbuf_td.kernels.episodes import (
     STEPS,
     Lanes,
     Spans,
+    by_age,
+    episode_notes,
+    lanes_of_write,
     note_,
     spans,
     whole,
 )
 from rlbuf_td.kernels.host_memory import outside_inference_mode, to_device
-from rlbuf_td.kernels.serials import EPISODES_DUE
+from rlbuf_td.kernels.serials import EPISODES_STALE
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.numbers import SharedNumbers
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
 Key = tuple[str, ...]
 DONE_KEY: Key = ("next", "done")
 TRAJ_KEY: Key = ("collector", "traj_ids")
-#: What a look-up must do before: nothing; note new rows; build the numbers again; build
-# them without those before.
-CURRENT, BEHIND, STALE, NEW = range(4)
 _MOST_ROWS = 1 << 16  # rows that suffice to judge how trajectories are stored
 _FEW_ROWS = 1_024  # among fewer rows, trajectories need not go on after a break
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
@@ -181,10 +179,13 @@ class StorageKeys:
     def follow(self) -> None:
         """Take the pair that another process has set."""
         self._replaced = self._numbers[_REPLACED]
-        at, length = addressof(self._numbers.values) + 8 * _TEXT, self._numbers[_LENGTH]
+        text_address, length = (
+            addressof(self._numbers.values) + 8 * _TEXT,
+            self._numbers[_LENGTH],
+        )
         self.pair = EpisodeKeys()
         if length:
-            done_key, traj_key = json.loads(string_at(at, length))
+            done_key, traj_key = json.loads(string_at(text_address, length))
             self.pair = EpisodeKeys.of(
                 tuple(done_key), None if traj_key is None else tuple(traj_key)
             )
@@ -273,43 +274,43 @@ class Episodes:
                 numbers = torch.empty(
                     lanes, rows.steps, 2, dtype=torch.int32, device=device
                 )
-            #: What the next rows continue; on the host, it lies with the ring.
+            #: What the next rows continue, and what those after the write in progress
+            #: do; on the host, both lie with the ring.
             self.following = to_device(ring.following, device)
+            self.following_after = to_device(ring.following_after, device)
         self.numbers = numbers
+        places, extents = rows.layout.places, rows.extents
+        self._flag_extents = extents[[places[key] for key in self.flags], :2].copy()
+        leaf = None if self.id_key is None else rows.layout.leaves[places[self.id_key]]
+        self.id_dtype = None if leaf is None else leaf.dtype
+        self._id_offset = 0 if leaf is None else int(extents[places[leaf.key], 0])
         self.record: np.ndarray | None = (
             self._describe() if uses_numba(device) else None
         )
         #: The address of the record that loops read; 0 where torch takes their place.
         self.address: int = 0 if self.record is None else self.record.ctypes.data
-        if self.record is None and ring.noted[0] < 0:  # loops have noted all rows
-            ring.noted[:] = ring.written
+        #: What notes rows on a GPU; None elsewhere.
+        self._notes = episode_notes(
+            self._flag_extents, self._id_offset, self.id_dtype, rows.matrix
+        )
 
     def _describe(self) -> np.ndarray:
         """Return the record that loops read."""
-        rows, places = self.rows, self.rows.layout.places
-        self._extents = rows.extents[[places[key] for key in self.flags], :2].copy()
-        name, size = (
-            (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
-        )
-        memory = {
-            "numbers": self.numbers.data_ptr(),
-            "following": self.following.data_ptr(),
-        }
-        memory |= {"following_after": self.ring.following_after.ctypes.data}
-        memory |= {"flags": self._extents.ctypes.data}
-        memory |= {
-            "tail": self.ring.tail.ctypes.data,
-            "written": self.ring.written.ctypes.data,
-        }
-        row_bytes = rows.flat.stride(0) * rows.flat.element_size()
-        shape = {"steps": rows.steps, "lanes": self.lanes, "row_bytes": row_bytes}
+        ring, rows = self.ring, self.rows
         return record_of(
             EPISODES,
-            **memory,
-            **shape,
+            numbers=self.numbers.data_ptr(),
+            tail=ring.tail.ctypes.data,
+            written=ring.written.ctypes.data,
+            following=self.following.data_ptr(),
+            following_after=self.following_after.data_ptr(),
+            steps=rows.steps,
+            lanes=self.lanes,
+            row_bytes=rows.flat.stride(0) * rows.flat.element_size(),
+            flags=self._flag_extents.ctypes.data,
             flag_count=len(self.flags),
-            id_offset=name,
-            id_size=size,
+            id_offset=self._id_offset,
+            id_size=0 if self.id_dtype is None else self.id_dtype.itemsize,
         )
 
     def locate_rows(self) -> int:
@@ -333,73 +334,55 @@ class Episodes:
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.following.nbytes
 
-    def _numbers(self) -> Lanes:
-        ring = self.ring
-        tail, written, noted = (
-            to_device(each, self.numbers.device)
-            for each in (ring.tail, ring.written, ring.noted)
-        )
-        return Lanes(
-            self.numbers, self.following, tail, written, noted, int(ring.count.max())
-        )
-
     # -- writes
 
-    def note(
-        self,
-        lanes: np.ndarray,
-        first: np.ndarray,
-        counts: np.ndarray,
-        skips: np.ndarray,
-    ) -> None:
-        """Note new rows, whose bytes are stored; :meth:`Ring.publish` must follow.
+    def note(self, serials: Tensor) -> None:
+        """Note the new rows of a write, whose bytes are stored; :meth:`publish` must
+        follow.
 
-        Args:
-            lanes: ``[n]`` int64, each lane once.
-            first: ``[n]`` int64, the serial of the first new row of each lane.
-            counts: ``[n]`` int64, the number of its new rows, at most T.
-            skips: ``[n]`` bool, whether the rows just before ``first`` have never been
-                stored.
+        ``serials`` is :meth:`Ring.serials_after`, on the device of the rows.
         """
-        if self.record is None:
-            return self.mark(BEHIND)
-        rows = np.stack((lanes, first, counts, skips))
-        loop("episodes.cpu", "note_rows")(
-            self.locate_rows(), len(lanes), rows.ctypes.data
-        )
+        if self.address:
+            note_rows = loop("episodes.cpu", "note_rows")
+            note_rows(self.locate_rows(), serials.data_ptr())
+        elif self._notes is not None:
+            following = self.following, self.following_after
+            self._notes.note(self.numbers, self.rows.flat, following, serials)
+        elif not self.numbers.is_meta:
+            lanes = lanes_of_write(self.numbers, self.following, serials)
+            longest = int(lanes.newest.max()) + 1
+            self.following_after.copy_(self._compute(lanes, longest))
 
-    def prepare(self, lanes: np.ndarray, counts: np.ndarray) -> None:
-        """Note all rows if ``counts`` new ones of these lanes will replace rows that
-        have not been noted."""
-        ring = self.ring
-        if (
-            self.record is None
-            and (ring.noted[lanes] < ring.written[lanes] + counts - ring.steps).any()
-        ):
-            self.catch_up()
+    def publish(self) -> None:
+        """Make the new rows live, and current what follows them."""
+        self.ring.publish()
+        # An interrupt in between leaves what the new rows continued: a break that was
+        # due then comes again, and all else is built again.
+        if not self.numbers.is_cpu:
+            self.following, self.following_after = self.following_after, self.following
 
     def end(self, lane: int | slice = slice(None)) -> None:
         """Let the next row of a lane (default: of each) begin an episode: a break."""
-        if self.ring.numbers[EPISODES_DUE] == NEW:
-            self.refresh()
-        self.catch_up()
-        self._set_noted()
         self.following[BACK_OF_NEXT, lane] = -1
 
-    def catch_up(self) -> None:
-        """Note all rows, before some are removed, or before what follows them is
-        changed."""
-        ring = self.ring
-        if (
-            ring.numbers[EPISODES_DUE] != NEW
-            and ((ring.noted >= 0) & (ring.noted < ring.written)).any()
-        ):
-            self.refresh()
+    def invalidate(self) -> None:
+        """Let the next look-up build the numbers again from flags, ids and breaks."""
+        self.ring.numbers[EPISODES_STALE] = True
 
-    def mark(self, state: int) -> None:
-        """Let the next look-up do what :data:`BEHIND`, :data:`STALE` or :data:`NEW`
-        says."""
-        self.ring.numbers[EPISODES_DUE] = max(self.ring.numbers[EPISODES_DUE], state)
+    def forget(self) -> None:
+        """Let the next look-up find the episodes in the rows alone, without breaks.
+
+        Episodes of the oldest rows are not whole if rows before are gone.
+        """
+        self.invalidate()
+        ring, device = self.ring, self.numbers.device
+        self.numbers[:, : ring.longest] = 0
+        lanes = torch.arange(ring.lanes, device=device)
+        oldest = to_device(ring.tail % ring.steps, device)
+        are_gone = to_device(ring.tail > 0, device)
+        self.numbers[lanes, oldest, BACK] = torch.where(are_gone, MOST, 0).int()
+        has_rows = to_device(ring.written > ring.tail, device)
+        self.following[BACK_OF_NEXT] = torch.where(has_rows, 0, -1)
 
     def saved(self, steps: int) -> State:
         """Return what cannot be found in the rows of the first ``steps`` slots."""
@@ -421,113 +404,93 @@ class Episodes:
         No saved number reaches memory that is not the rows'.
         """
         if saved is None:
-            return self.mark(NEW)
+            return self.forget()
         back, following = saved["back"], saved["following"]
         self.numbers[:, : back.shape[1], BACK] = back.to(self.numbers.device)
         self.following.copy_(following)
         self.following[BACK_OF_NEXT].clamp_(-1, MOST)
-        self._set_noted()
-        self.ring.numbers[EPISODES_DUE] = STALE
+        self.invalidate()
 
-    def _set_noted(self) -> None:
-        """Set up to where rows have been noted: all of them, or -1 where loops note
-        each write."""
-        self.ring.noted[:] = self.ring.written if self.record is None else -1
-
-    def _build(self, *, is_new: bool) -> None:
-        """Compute the numbers from flags, ids and breaks: O(T * E).
-
-        ``is_new``: the rows have no numbers yet. Episodes of the oldest rows are not
-        whole if rows before are gone.
-        """
-        if is_new:
-            self.numbers.zero_()
-            ring, device = self.ring, self.numbers.device
-            oldest = to_device(ring.tail % self.rows.steps, device)
-            # MOST: rows are gone
-            before = to_device(
-                np.where(ring.tail > 0, MOST, 0).astype(np.int32), device
-            )
-            self.numbers[torch.arange(len(oldest), device=device), oldest, BACK] = (
-                before
-            )
-            self.following[BACK_OF_NEXT] = to_device(
-                np.where(ring.written > ring.tail, 0, -1), device
-            )
-            self._set_noted()
-        if self.record is not None and self.ring.noted[0] < 0:
-            loop("episodes.cpu", "build")(self.locate_rows())
-        elif len(self.ring):
-            shape = self.rows.steps, self.lanes
-            note_(self._numbers(), self._ended().view(shape), self._names().view(shape))
-            self._set_noted()
-
-    def _ended(self) -> Tensor:
-        """Return whether each row ends its episode, ``[T * E]`` bool."""
-        columns, dims = self.rows.unpack(self.rows.matrix), 1 + len(self.rows.lanes)
-        found = [
-            columns.get(key).flatten(0, dims - 1).reshape(self.rows.cells, -1)
-            for key in self.flags
-        ]
-        if not found:
-            return torch.zeros(
-                self.rows.cells, dtype=torch.bool, device=self.numbers.device
-            )
-        return torch.cat(found, 1).any(1)
-
-    def _names(self) -> Tensor:
-        """Return the id of each row's episode, ``[T * E]`` int64."""
-        if self.id_key is None:
-            return torch.zeros(
-                self.rows.cells, dtype=torch.int64, device=self.numbers.device
-            )
-        return (
-            self.rows.unpack(self.rows.matrix)
-            .get(self.id_key)
-            .reshape(self.rows.cells)
-            .long()
+    def _live(self) -> tuple[Lanes, int]:
+        """Return all rows, and the number of those of the longest lane."""
+        ring, device = self.ring, self.numbers.device
+        tail, written = (
+            to_device(serials, device) for serials in (ring.tail, ring.written)
         )
+        lanes = Lanes(self.numbers, self.following, tail, written, noted=written)
+        return lanes, int(ring.count.max())
+
+    def _compute(self, lanes: Lanes, longest: int) -> Tensor:
+        """Compute the numbers of rows, and return what follows them."""
+        rows = by_age(lanes, longest)
+        return note_(lanes, rows, self._ended(rows.cells), self._traj_ids(rows.cells))
+
+    def _column(self, key: Key, cells: Tensor) -> Tensor:
+        """Return an entry of the rows at flat indices, ``[*cells.shape, n]``."""
+        column = self.rows.unpack(self.rows.matrix).get(key)
+        entries = column.flatten(0, len(self.rows.lanes))[cells]
+        return entries[..., None].flatten(cells.ndim)
+
+    def _ended(self, cells: Tensor) -> Tensor:
+        """Return whether each row ends its episode, bool."""
+        ended = torch.zeros(cells.shape, dtype=torch.bool, device=cells.device)
+        for key in self.flags:
+            ended |= self._column(key, cells).any(-1)
+        return ended
+
+    def _traj_ids(self, cells: Tensor) -> Tensor:
+        """Return the id of each row's episode, int64."""
+        if self.id_key is None:
+            return torch.zeros_like(cells)
+        return self._column(self.id_key, cells)[..., 0].long()
 
     # -- look-ups, after `refresh`
 
     def refresh(self) -> None:
         """Prepare look-ups after writes and edits."""
-        state = self.ring.numbers[EPISODES_DUE]
-        if state == CURRENT:
+        if not self.ring.numbers[EPISODES_STALE]:
             return
-        self._build(is_new=state == NEW)
-        self.ring.numbers[EPISODES_DUE] = CURRENT
+        if self.address:
+            loop("episodes.cpu", "build")(self.locate_rows())
+        elif len(self.ring) and not self.numbers.is_meta:
+            self.following.copy_(self._compute(*self._live()))
+        self.ring.numbers[EPISODES_STALE] = False
 
     def spans(self, cells: Tensor) -> Spans:
         """Return how far the episode of each stored row reaches, ``[B]`` each;
         ``cells`` is contiguous int64."""
-        if self.record is None:
+        if not self.address:
             return spans(self.numbers, cells, *self.ring.ends_at(cells))
         count, integer, flag = len(cells), torch.int64, torch.bool
-        found = Spans(
+        stored_spans = Spans(
             *(
                 torch.empty(count, dtype=dtype, device="cpu")
                 for dtype in (integer, integer, flag, flag)
             )
         )
         loop("episodes.cpu", "reach")(
-            self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found)
+            self.address,
+            cells.data_ptr(),
+            count,
+            *(numbers.data_ptr() for numbers in stored_spans),
         )
-        return found
+        return stored_spans
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
         """Return the first cell and the length of each episode whose rows are all
         stored, by lane and age."""
-        if self.record is None:
-            return whole(self._numbers(), only_finished)
+        if not self.address:
+            lanes, longest = self._live()
+            rows = by_age(lanes, longest)
+            return whole(self.numbers, rows, lanes.newest, only_finished=only_finished)
         most = len(self.ring)
         first, length = (
             torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2)
         )
-        found = loop("episodes.cpu", "whole")(
+        count = loop("episodes.cpu", "whole")(
             self.address, only_finished, first.data_ptr(), length.data_ptr()
         )
-        return first[:found].clone(), length[:found].clone()
+        return first[:count].clone(), length[:count].clone()
 
     def segments(self) -> StoredSegments:
         """Count the segments of trajectories among the last rows: O(N)."""
@@ -537,10 +500,10 @@ class Episodes:
                 max(0, len(ring) - _MOST_ROWS), len(ring), device=self.numbers.device
             )
         )
-        found, flagged = self.spans(cells), self._ended()[cells]
-        is_last = found.ahead == 0
+        around, flagged = self.spans(cells), self._ended(cells)
+        is_last = around.ahead == 0
         count, broken = torch.stack(
-            (is_last.sum(), (is_last & found.ended & ~flagged).sum())
+            (is_last.sum(), (is_last & around.ended & ~flagged).sum())
         ).tolist()
         ids = (
             count
@@ -607,16 +570,16 @@ def refuse_episodes(saved: State | None, lanes: int, steps: int) -> None:
         "following": (torch.int64, torch.Size([2, lanes])),
     }
     for name, (dtype, shape) in wanted.items():
-        found = saved[name]
+        numbers = saved[name]
         if (
-            not isinstance(found, Tensor)
-            or found.dtype is not dtype
-            or found.shape != shape
+            not isinstance(numbers, Tensor)
+            or numbers.dtype is not dtype
+            or numbers.shape != shape
         ):
             got = (
-                kind(found.dtype, found.shape)
-                if isinstance(found, Tensor)
-                else repr(found)
+                kind(numbers.dtype, numbers.shape)
+                if isinstance(numbers, Tensor)
+                else repr(numbers)
             )
             raise ValueError(
                 f"the saved numbers of episodes, {name!r}, are {got}, expected {kind(dtype, shape)}"

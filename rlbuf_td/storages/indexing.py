@@ -31,13 +31,14 @@ Listener = TypeVar("Listener")
 
 
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
-    found = next(
-        (each for each in listeners_of(storage) if isinstance(each, kind)), None
+    attached = next(
+        (listener for listener in listeners_of(storage) if isinstance(listener, kind)),
+        None,
     )
-    if found is None:
-        found = kind(storage)  # pyrefly: ignore [bad-argument-count]
-        storage.attach(found)
-    return found
+    if attached is None:
+        attached = kind(storage)  # pyrefly: ignore [bad-argument-count]
+        storage.attach(attached)
+    return attached
 
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:

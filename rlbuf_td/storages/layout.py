@@ -207,14 +207,14 @@ class RowLayout:
         columns: Sequence[torch.Tensor],
         lead: torch.Size,
         device: torch.device,
-        more: Mapping[str, torch.Tensor],
+        extra: Mapping[str, torch.Tensor],
     ) -> TensorDict:
         """Return a TensorDict of the leaves ``columns``, each ``[*lead, ...]``; add the
-        entries ``more`` at the root.
+        entries ``extra`` at the root.
 
-        An entry of ``more`` replaces a leaf with the same key.
+        An entry of ``extra`` replaces a leaf with the same key.
         """
-        return _build(self.root, columns, lead, device, more)
+        return _build(self.root, columns, lead, device, extra)
 
     def leaf(self, key: tuple[str, ...]) -> Leaf | None:
         """Return the dtype and the shape of a key in each row; None if it is not
@@ -315,14 +315,14 @@ def _build(
     columns: Sequence[torch.Tensor],
     lead: torch.Size,
     device: torch.device,
-    more: Mapping[str, object],
+    extra: Mapping[str, object],
 ) -> TensorDict:
     entries: dict[str, Any] = {}
     for name, slot in node.leaves:  # a comprehension would cost a call
         entries[name] = columns[slot]
     for name, child in node.nodes:
         entries[name] = _build(child, columns, lead, device, {})
-    entries.update(more)
+    entries.update(extra)
     return new_tensordict(
         entries, lead + node.batch_size if node.batch_size else lead, device
     )

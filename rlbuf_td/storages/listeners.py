@@ -29,8 +29,8 @@ class WeakReference(ref):
         return _reference_to, (self(),)
 
 
-def _reference_to(found: object) -> Any:
-    return _nothing if found is None else WeakReference(found)
+def _reference_to(target: object) -> Any:
+    return _nothing if target is None else WeakReference(target)
 
 
 def _nothing() -> None:
@@ -120,8 +120,8 @@ class Listeners:
     def __init__(self, listeners: Iterable[Any] = ()) -> None:
         self.changes = 0  # the number of objects that were added or removed
         self._listed: list[Any] = []
-        for each in listeners:
-            self.append(each)
+        for listener in listeners:
+            self.append(listener)
 
     def append(self, listener: object) -> None:
         self._listed = [
@@ -131,28 +131,34 @@ class Listeners:
         self.changes += 1
 
     def remove(self, listener: object) -> None:
-        self._listed = [each for each in self._listed if _found(each) is not listener]
+        self._listed = [
+            entry for entry in self._listed if _found(entry) is not listener
+        ]
         self.changes += 1
 
     def __iter__(self) -> Iterator[Any]:
-        return (found for each in self._listed if (found := _found(each)) is not None)
+        return (
+            listener
+            for entry in self._listed
+            if (listener := _found(entry)) is not None
+        )
 
     def __len__(self) -> int:
         return len(self._existing())
 
     def own(self) -> Iterator[Listener]:
         """Yield those of this package."""
-        return (each for each in self if isinstance(each, Listener))
+        return (listener for listener in self if isinstance(listener, Listener))
 
     def _existing(self) -> list[Any]:
-        return [each for each in self._listed if _found(each) is not None]
+        return [entry for entry in self._listed if _found(entry) is not None]
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_listed": self._existing()}
 
 
-def _found(each: object) -> Any:
-    return each() if type(each) is WeakReference else each
+def _found(entry: object) -> Any:
+    return entry() if type(entry) is WeakReference else entry
 
 
 class Attached:

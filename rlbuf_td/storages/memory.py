@@ -34,7 +34,7 @@ else:
 
 ROWS_FILE, HEAD_FILE, PRIORITY_FILE = "rows.bin", "head.bin", "priorities.bin"
 HEADER = 1 << 16  # bytes of a file's header; a multiple of every system's page size
-_MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 3, 24
+_MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 4, 24
 _FILL = 256 << 20  # most bytes of a file that are reserved ahead
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
 
@@ -281,9 +281,9 @@ class HeadFile(SharedFile):
     def keep(self, *numbers: SharedNumbers) -> None:
         """Move numbers to the header, or, in an older file, replace them by those in
         the header."""
-        for each in numbers:
-            each.keep_in(self, self._next, found=not self.is_new)
-            self._next += 8 * len(each)
+        for shared in numbers:
+            shared.keep_in(self, self._next, exists=not self.is_new)
+            self._next += 8 * len(shared)
 
     def finish(self) -> None:
         """Mark the header as complete."""

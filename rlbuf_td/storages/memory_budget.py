@@ -28,15 +28,15 @@ class MemoryWarning(UserWarning):
 class Room(NamedTuple):
     """The free and total bytes, None if unknown, of RAM, a disk or a CUDA device."""
 
-    place: str  # "RAM", "disk (/path)", "cuda:0"
+    location: str  # "RAM", "disk (/path)", "cuda:0"
     free: int | None = None
     total: int | None = None  # swap included
 
     def words(self) -> str:
         if self.free is None or self.total is None:
-            return f"{self.place} of unknown size"
+            return f"{self.location} of unknown size"
         free, total = show_bytes(self.free), show_bytes(self.total)
-        return f"{free} of {self.place} are free ({total} in all)"
+        return f"{free} of {self.location} are free ({total} in all)"
 
 
 def room_for(device: torch.device, folder: Path | None = None) -> Room:

@@ -37,16 +37,16 @@ class SharedNumbers:
         if self._place is None:
             file = NamelessFile()
             os.ftruncate(file.descriptor, 8 * len(self))
-            self.keep_in(file, 0, found=False)
+            self.keep_in(file, 0, exists=False)
         return self
 
-    def keep_in(self, file: SharedFile, start: int, *, found: bool) -> None:
-        """Move the numbers to byte ``start`` of a file; if ``found``, replace them by
+    def keep_in(self, file: SharedFile, start: int, *, exists: bool) -> None:
+        """Move the numbers to byte ``start`` of a file; if it ``exists``, replace them by
         those that are there."""
         count = len(self.values)
         memory = mmap.mmap(file.descriptor, start + 8 * count)
         values = (_TYPES[self._kind] * count).from_buffer(memory, start)
-        if not found:
+        if not exists:
             values[:] = self.values[:]
         self.values, self._place = values, (file, start)
 
@@ -71,10 +71,10 @@ class SharedNumbers:
     def __setstate__(
         self, state: tuple[str, list[float], tuple[SharedFile, int] | None]
     ) -> None:
-        kind, values, place = state
+        kind, values, location = state
         self.__init__(kind, values)
-        if place is not None:
-            self.keep_in(*place, found=True)
+        if location is not None:
+            self.keep_in(*location, exists=True)
 
 
 class SharedCounter:

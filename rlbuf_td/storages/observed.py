@@ -70,10 +70,10 @@ def hashes(values: Values, lead: Key, keys: Iterable[Key]) -> Tensor:
 def values_of(rows: TensorDictBase) -> dict[Key, Tensor]:
     """Return the entries of ``[n]`` rows, ``[n, ...]`` each, with at least one dim
     after the first."""
-    found = ((key, value) for key, value in walk(rows) if isinstance(value, Tensor))
+    entries = ((key, value) for key, value in walk(rows) if isinstance(value, Tensor))
     return {
         key: value.reshape(len(rows), *(value.shape[1:] or (1,)))
-        for key, value in found
+        for key, value in entries
     }
 
 

@@ -29,7 +29,7 @@ from rlbuf_td.kernels.dispatch import (
 )
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import (
-    EPISODES_DUE,
+    EPISODES_STALE,
     REVISION,
     ROWS_WRITTEN,
     UNCOUNTED,
@@ -38,9 +38,6 @@ from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.episodes import (
-    CURRENT,
-    NEW,
-    STALE,
     EpisodeKeys,
     Episodes,
     StorageKeys,
@@ -179,8 +176,7 @@ class PackedStorage(LazyTensorStorage):
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file,
     ``priorities.bin``. Rows that are not in this file get the priority of new rows,
     with a warning. The second file takes 8 bytes per row, priorities 16 bytes per row.
-    Reopening is O(1), with priorities or after a process without numba O(N); the first
-    look-up of trajectories reads the flags of all rows.
+    Reopening is O(1), with priorities O(N).
 
     Forked processes may write to rows in a file, reopened or not, only if these are
     shared.
@@ -445,7 +441,8 @@ class PackedStorage(LazyTensorStorage):
     def _bump_mutation_revision(self) -> None:
         """Note a change of rows other than a write of new ones."""
         self._ring.numbers[REVISION] += 1
-        self.mark_episodes(STALE)
+        if self.episodes is not None:
+            self.episodes.invalidate()
 
     @property
     def _mutation_revision(self) -> int:
@@ -462,12 +459,6 @@ class PackedStorage(LazyTensorStorage):
         place."""
         self._take_edits()
         return self._ring.numbers[REVISION]
-
-    def mark_episodes(self, state: int) -> None:
-        """Let the next look-up of episodes do what
-        :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
-        if self.episodes is not None:
-            self.episodes.mark(state)
 
     @property
     def episode_keys(self) -> EpisodeKeys:
@@ -493,18 +484,18 @@ class PackedStorage(LazyTensorStorage):
                         f"{known.pair.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
                         "for all samplers and indices over a storage, in all processes that share it"
                     )
-                self._replace_keys(keys, STALE if self.reopened else NEW)
-                if self.reopened and self.episodes is not None:
+                self._replace_keys(keys)
+                if self.episodes is not None and self.reopened:
                     self.episodes.end()
+                elif self.episodes is not None:
+                    self.episodes.forget()
             known.use()
 
-    def _replace_keys(self, keys: EpisodeKeys, state: int) -> None:
-        """Find episodes by other keys; ``state`` says what the next look-up must do."""
+    def _replace_keys(self, keys: EpisodeKeys) -> None:
+        """Find episodes by other keys; the numbers so far are stale."""
         self.keys.refuse_long(keys)
-        if self.rows is not None:
-            due = self._ring.numbers[EPISODES_DUE]
-            # first: a process that dies here leaves numbers that are built again
-            self._ring.numbers[EPISODES_DUE] = max(due, state)
+        # first: a process that dies here leaves numbers that are built again
+        self._ring.numbers[EPISODES_STALE] = True
         self.keys.replace(keys)
         self.refind_episodes()
 
@@ -542,7 +533,7 @@ class PackedStorage(LazyTensorStorage):
             and keys != self.episode_keys
             and not self.uses_episode_keys
         ):
-            self._replace_keys(keys, NEW)
+            self._replace_keys(keys)
         if self.episodes is not None:
             self.episodes.load(saved if keys == self.episode_keys else None)
 
@@ -554,13 +545,12 @@ class PackedStorage(LazyTensorStorage):
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
         """
-        if self.rows is not None and self.rows.exported.take_edits():
-            self._bump_mutation_revision()
+        self._take_edits()
         ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
         if episodes is None:
             # raises an error
             episodes = Episodes(self.all_rows(), ring, self.episode_keys)
-        if ring.numbers[EPISODES_DUE] != CURRENT:
+        if ring.numbers[EPISODES_STALE]:
             episodes.refresh()
         return episodes
 
@@ -723,8 +713,8 @@ class PackedStorage(LazyTensorStorage):
             and len(parts) == self.ndim
             and all(map(is_index, parts))
         ):
-            at = (part.to(self.device, torch.int64) for part in parts)
-            cells, *lanes = map(from_start, at, rows.shape)
+            steps = (part.to(self.device, torch.int64) for part in parts)
+            cells, *lanes = map(from_start, steps, rows.shape)
             for lane, size in zip(lanes, rows.lanes, strict=True):
                 cells = cells * size + lane
             self.refuse_holes(cells)
@@ -736,8 +726,8 @@ class PackedStorage(LazyTensorStorage):
     def complete(self, key: tuple[str, ...] | None = None) -> None:
         """Let writers compute what they add to the rows, before all entries or those at
         ``key`` are read; the caller holds the lock."""
-        for each in listeners_of(self):
-            for part in parts_of(each):
+        for listener in listeners_of(self):
+            for part in parts_of(listener):
                 if isinstance(part, Completes):
                     part.complete(key)
 
@@ -848,15 +838,15 @@ class PackedStorage(LazyTensorStorage):
             rows.flat[cells[~ring.is_live(cells)]] = 0
             rows.link(ring.serials)
         self._bump_mutation_revision()
-        for each in listeners_of(self):
-            for part in parts_of(each):
+        for listener in listeners_of(self):
+            for part in parts_of(listener):
                 if isinstance(part, Recovers):
                     part.recover(self, new)
         ring.finish()
         if len(new):
             index = coordinates(new, self)
-            for each in listeners_of(self):
-                each.mark_update(
+            for listener in listeners_of(self):
+                listener.mark_update(
                     torch.stack(index, -1) if isinstance(index, tuple) else index
                 )
 
@@ -1109,7 +1099,7 @@ class PackedStorage(LazyTensorStorage):
             return False
         leaves = self.rows.layout.leaves
         try:
-            refuse_unfit(data, leaves, data.batch_size[:lead_dims], more=True)
+            refuse_unfit(data, leaves, data.batch_size[:lead_dims], allows_more=True)
         except SchemaError:
             return False
         return True
@@ -1128,18 +1118,19 @@ class PackedStorage(LazyTensorStorage):
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
         """Raise a SchemaError unless the rows that an earlier process has left have the
         entries of ``schema``."""
-        found = {leaf.key: leaf for leaf in self.all_rows().layout.leaves}
+        leaf_of = {leaf.key: leaf for leaf in self.all_rows().layout.leaves}
         if schema.batch_size[: self.ndim - 1] != self.lanes:
             raise SchemaError(
                 f"the rows in {self.scratch_dir} have lanes {[*self.lanes]}, got {[*schema.batch_size]}"
             )
         for leaf in RowLayout(schema, self.ndim - 1).leaves:
-            other = found.get(leaf.key)
+            other = leaf_of.get(leaf.key)
             if other != leaf:
                 stored = "none" if other is None else kind(other.dtype, other.shape)
-                given = f"{leaf.name} is {kind(leaf.dtype, leaf.shape)} in the schema, {stored} in {self.scratch_dir}"
+                wanted = kind(leaf.dtype, leaf.shape)
                 raise SchemaError(
-                    f"{given}: reopen the rows with the schema that they have, or choose another folder"
+                    f"{leaf.name} is {wanted} in the schema, {stored} in {self.scratch_dir}: reopen the rows with the "
+                    "schema that they have, or choose another folder"
                 )
 
     def as_rows(self, data: object, lead_dims: int) -> TensorDictBase:
@@ -1147,16 +1138,16 @@ class PackedStorage(LazyTensorStorage):
         ``lead_dims`` of its dims number rows."""
         if type(data) is TensorDict:
             return data
-        found, row_class = unwrap(stacked(data), lead_dims)
+        rows, row_class = unwrap(stacked(data), lead_dims)
         if row_class is not None:
             self.take_class(row_class)
-        if not isinstance(found, TensorDictBase):
+        if not isinstance(rows, TensorDictBase):
             name = type(data).__name__
             raise TypeError(
                 f"PackedStorage stores TensorDicts, tensorclasses and tensors, got {name}: {wrapping(data)}, or use "
                 "torchrl.data.LazyTensorStorage, which takes pytrees"
             )
-        return found
+        return rows
 
     def enter(self) -> None:
         """Refuse or warn of the first change of rows that are not shared in a forked
@@ -1238,7 +1229,7 @@ class PackedStorage(LazyTensorStorage):
         dedup = DedupLayout.chosen_for(layout, self.dedup_options)
         if self.is_reserved and (reserved := self.rows) is not None:
             lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
-            refuse_unfit(data, reserved.layout.leaves, lead, more=True)
+            refuse_unfit(data, reserved.layout.leaves, lead, allows_more=True)
             if layout != reserved.layout or dedup != reserved.dedup:
                 self.release()
         if self.rows is None:
@@ -1255,8 +1246,8 @@ class PackedStorage(LazyTensorStorage):
     def refuse_layout(self, layout: RowLayout) -> None:
         """Let each buffer of the storage refuse rows of this layout (SchemaError)
         before they are allocated."""
-        for each in listeners_of(self).own():
-            each._refuse_schema(layout)
+        for listener in listeners_of(self).own():
+            listener._refuse_schema(layout)
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if
@@ -1290,9 +1281,9 @@ class PackedStorage(LazyTensorStorage):
     ) -> Rows:
         """Allocate rows; ``device`` is that of the first data."""
         shape, folder = torch.Size([self.steps_for(lanes), *lanes]), self.scratch_dir
-        place = torch.device(self.device if self.device != "auto" else device or "cpu")
+        target = torch.device(self.device if self.device != "auto" else device or "cpu")
         if dedup is not None:
-            self._refuse_device(place)
+            self._refuse_device(target)
         sections = None if dedup is None else Sections.of(dedup, shape)
         nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
         sparse = None if sections is None else (sections.likely, sections.fixed)
@@ -1310,7 +1301,7 @@ class PackedStorage(LazyTensorStorage):
             )
             memory = allocate_bytes(
                 nbytes,
-                place,
+                target,
                 what,
                 self._remedy(layout),
                 scratch_dir=folder,
@@ -1480,8 +1471,6 @@ class PackedStorage(LazyTensorStorage):
         self._ring.numbers[REVISION] += 1
 
     def _remove_rows(self) -> None:
-        if self.episodes is not None:
-            self.episodes.catch_up()
         self.ring.empty()
         if self.rows is not None:
             self.rows.forget()
@@ -1495,13 +1484,13 @@ class PackedStorage(LazyTensorStorage):
         is a buffer that loads the state of its parts itself.
         """
         cells = written_rows(self)
-        for each in listeners_of(self):
-            if each is but:
+        for listener in listeners_of(self):
+            if listener is but:
                 continue
-            if isinstance(each, ReplayBuffer):
-                take_other_rows(each, self, cells)
-            if isinstance(each, Listener):
-                each._rows_replaced(are_loaded=are_loaded)
+            if isinstance(listener, ReplayBuffer):
+                take_other_rows(listener, self, cells)
+            if isinstance(listener, Listener):
+                listener._rows_replaced(are_loaded=are_loaded)
 
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and
@@ -1512,8 +1501,8 @@ class PackedStorage(LazyTensorStorage):
         :meth:`ReplayBuffer.share` do the same. If no rows are allocated yet, the first
         process that writes allocates them. The storage's ``lock`` admits one process at
         a time. If a process dies during a write, the new rows are missing, and the rows
-        that they were about to replace may be gone. All of them must have numba, or
-        none: others disagree about episodes. Ctrl-C waits until everything is shared.
+        that they were about to replace may be gone. Ctrl-C waits until everything is
+        shared.
 
         Cost: one copy of all rows in RAM.
 
@@ -1526,8 +1515,8 @@ class PackedStorage(LazyTensorStorage):
         import_kernels()
         with self.lock, defer_sigint:
             if self.is_reserved:
-                for each in listeners_of(self).own():
-                    each._complete_reserved()
+                for listener in listeners_of(self).own():
+                    listener._complete_reserved()
             parts = [*self._parts()]
             nbytes = sum(getattr(part, "bytes_to_share", 0) for part in parts)
             require_room(nbytes, torch.device("cpu"), *_PARTS, SHARED)
@@ -1546,13 +1535,13 @@ class PackedStorage(LazyTensorStorage):
             share = getattr(part, "share_memory_", None)
             if share is not None:
                 share()
-        for each in listeners_of(self).own():
-            each._rows_shared()
+        for listener in listeners_of(self).own():
+            listener._rows_shared()
 
     def _parts(self) -> Iterator[Any]:
         """Yield the writers and samplers of all buffers over this storage."""
-        for each in listeners_of(self):
-            yield from parts_of(each)
+        for listener in listeners_of(self):
+            yield from parts_of(listener)
 
     def _refuse_sharing(self) -> None:
         """Raise a ValueError if the rows are not on the CPU."""
@@ -1612,12 +1601,12 @@ class PackedStorage(LazyTensorStorage):
     def state_dict(self) -> State:
         """Return the layout, the counters, and a copy of the rows, on the same
         device."""
-        found = self.snapshot()
-        if "rows" in found:
-            found["rows"] = found["rows"].clone()
-        if "entries" in found:
-            found["entries"] = [entries.clone() for entries in found["entries"]]
-        return found
+        state = self.snapshot()
+        if "rows" in state:
+            state["rows"] = state["rows"].clone()
+        if "entries" in state:
+            state["entries"] = [entries.clone() for entries in state["entries"]]
+        return state
 
     def snapshot(self) -> State:
         """Return :meth:`state_dict` with views of the rows instead of copies."""
@@ -1625,7 +1614,7 @@ class PackedStorage(LazyTensorStorage):
         self.refuse_closed()
         if rows is None:
             return {"_len": 0}
-        found = {
+        state = {
             "_len": len(self),
             "reserved": self.is_reserved,
             "ring": self.ring.state(),
@@ -1637,11 +1626,11 @@ class PackedStorage(LazyTensorStorage):
             "row_class": self.row_class,
         }
         if rows.dedup is not None:
-            found |= {
+            state |= {
                 "deduplicated": rows.dedup.state(),
-                "entries": [alias_of(each) for each in rows.used_entries()],
+                "entries": [alias_of(entries) for entries in rows.used_entries()],
             }
-        return found
+        return state
 
     def load_state_dict(self, state_dict: State) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
@@ -1743,7 +1732,6 @@ class PackedStorage(LazyTensorStorage):
         ids.
         """
         if self.episodes is not None and self.episodes.id_key is not None:
-            self.episodes.refresh()
             self.episodes.end()
         self.tell_replaced(are_loaded=True, but=but)
 
@@ -1828,25 +1816,25 @@ class PackedStorage(LazyTensorStorage):
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)
         watch_forks(self)
-        for each in listeners_of(self).own():
-            each._rows_restored()
+        for listener in listeners_of(self).own():
+            listener._rows_restored()
 
     def __repr__(self) -> str:
         name, rows = type(self).__name__, self.rows
         if rows is None:
             return f"{name}(max_size={self.max_size}, ndim={self.ndim}, device={self.device}, empty)"
-        place = str(rows.matrix.device)
+        location = str(rows.matrix.device)
         if self.scratch_dir is not None:
-            place = "mapped file" + ", shared" * self.shared
+            location = "mapped file" + ", shared" * self.shared
         elif self.shared:
-            place = "shared memory"
+            location = "shared memory"
         saved = sum(self.saved_bytes.values())
-        place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
+        location += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
         lines = (
             f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
             + " (deduplicated)" * (leaf.key in self.deduplicated)
             for leaf in rows.layout.leaves
         )
         head = f"{name}({len(self):,} of {self.max_size:,} rows, shape {tuple(rows.shape)}, "
-        head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}"
+        head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {location}"
         return "\n".join((head, *lines, ")"))

@@ -130,7 +130,7 @@ class SharedRows(Attached):
             numbers, block = memory[first:].view(torch.int64).split([rows, size])
             self.of_episodes = numbers.view(torch.int32).view(lanes, made.steps, 2)
         self._has_rows = True
-        self.storage._ring.keep_in(block, found=exists)
+        self.storage._ring.keep_in(block, exists=exists)
         if not exists:
             memory[: len(text)] = text
             self._described[1] = zlib.crc32(text.numpy().data)

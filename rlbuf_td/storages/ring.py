@@ -40,7 +40,6 @@ from rlbuf_td.kernels.serials import (
     IDLE,
     NEXT_PUBLICATION,
     NEXT_ROWS_WRITTEN,
-    NOTED,
     PUBLICATION,
     PUBLISHED,
     REVISION,
@@ -71,18 +70,17 @@ class Ring:
     def __init__(self, steps: int, lanes: int) -> None:
         self.steps, self.lanes = steps, lanes
         self._place(np.zeros(block_size(lanes), np.int64))
-        self.following[0] = self.noted[:] = -1
+        self.following[0] = -1
 
     def _place(self, block: np.ndarray) -> None:
         address, numbers = block.ctypes.data, memoryview(block.data)
         # reads numbers in a fourth of NumPy's time
         self.block, self.address, self.numbers = block, address, numbers
-        rows = block[: (NOTED + 1) * self.lanes].reshape(-1, self.lanes)
-        self.head, self.after, self.before, self.noted = (
+        rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
+        self.head, self.after, self.before = (
             rows[:AFTER],
             rows[AFTER:BEFORE],
             rows[BEFORE],
-            rows[NOTED],
         )
         self.tail, self.written = self.head[:FOLLOWING]
         #: What the next row of each lane continues, ``[2, E]``, see
@@ -92,10 +90,10 @@ class Ring:
             self.after[FOLLOWING:],
         )
 
-    def keep_in(self, block: Tensor, *, found: bool) -> None:
-        """Move the numbers to ``block``, int64 in shared memory; if ``found``, take
+    def keep_in(self, block: Tensor, *, exists: bool) -> None:
+        """Move the numbers to ``block``, int64 in shared memory; if it ``exists``, take
         those there."""
-        if not found:
+        if not exists:
             block.copy_(torch.from_numpy(self.block))
         self._place(block.numpy())
 
@@ -259,15 +257,19 @@ class Ring:
         self.numbers[UNCOUNTED] += rows_written - self.rows_written
         self.numbers[ROWS_WRITTEN] = rows_written
 
+    def serials_after(self, count: np.ndarray) -> np.ndarray:
+        """Return ``tail`` and ``written`` after a write of ``count`` rows of each lane,
+        ``[E]``, and ``written`` before it, ``[3, E]``."""
+        written = self.written + count
+        tail = np.maximum(self.tail, written - self.steps)
+        return np.stack((tail, written, self.written))
+
     def begin(self, count: np.ndarray) -> None:
         """Give up the rows that a write of ``count`` rows of each lane, ``[E]``, will
         replace; the last T of them are stored."""
         after = self.after
         after[:] = self.head
-        written = after[WRITTEN]
-        self.before[:] = written
-        written += count
-        np.maximum(after[TAIL], written - self.steps, out=after[TAIL])
+        after[TAIL], after[WRITTEN], self.before[:] = self.serials_after(count)
         self._plan(int(count.sum()))
         self._give_up()
 
@@ -309,7 +311,6 @@ class Ring:
             self.written + -self.written % self.steps
         )
         self.before[:] = self.after[WRITTEN]  # no row is new
-        self.noted[:] = np.where(self.noted < 0, -1, self.after[WRITTEN])
         self._plan(0)
         self.publish()
         self.finish()
@@ -345,7 +346,8 @@ class Ring:
             return common
         lane = cell % self.lanes
         tail, written = (
-            to_device(each, lane.device)[lane] for each in (self.tail, self.written)
+            to_device(serials, lane.device)[lane]
+            for serials in (self.tail, self.written)
         )
         return tail, written
 

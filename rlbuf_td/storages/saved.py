@@ -98,10 +98,10 @@ class SavedRows:
         refuse_ring(content["ring"], lead)
         refuse_episodes(content.get("episodes"), self.lanes.numel(), lead[0])
         stored = layout if self.dedup is None else self.dedup.stored
-        found = self.matrix.dtype, self.matrix.shape[-1] * self.matrix.dtype.itemsize
-        if found != (stored.carrier, stored.row_bytes):
+        form = self.matrix.dtype, self.matrix.shape[-1] * self.matrix.dtype.itemsize
+        if form != (stored.carrier, stored.row_bytes):
             raise SchemaError(
-                f"the saved rows are {found[0]}, {found[1]} bytes each, expected {stored.row_bytes}"
+                f"the saved rows are {form[0]}, {form[1]} bytes each, expected {stored.row_bytes}"
             )
 
     def _refuse_other_form(self, steps: int) -> None:
@@ -169,11 +169,11 @@ def _form(dedup: DedupLayout | None) -> str:
     return f"deduplicated {', '.join(map(show_key, sorted(dedup.deduplicated)))}"
 
 
-def _difference(saved: RowLayout, own: RowLayout) -> str:
+def _difference(saved: RowLayout, wanted: RowLayout) -> str:
     """Name the first leaf in which two layouts differ."""
     kinds = [
         {leaf.key: kind(leaf.dtype, leaf.shape) for leaf in layout.leaves}
-        for layout in (saved, own)
+        for layout in (saved, wanted)
     ]
     for key in {**kinds[0], **kinds[1]}:
         was, expected = (part.get(key, "missing") for part in kinds)

@@ -175,23 +175,23 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
 
 
 def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
-    refuse_unfit(data, leaves, lead, more=False)
+    refuse_unfit(data, leaves, lead, allows_more=False)
     raise SchemaError(
         f"the nesting of {sorted(data.keys())} differs from that of the rows"
     )
 
 
 def refuse_unfit(
-    data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool
+    data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, allows_more: bool
 ) -> None:
     """Raise a SchemaError if ``data``, ``[*lead, ...]``, does not fit the rows;
-    ``more`` allows unknown keys."""
+    ``allows_more`` allows unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
     entries = dict(walk(data))
     for key, value in entries.items():
         refuse_unpackable(key, value)
         leaf = known.get(key)
-        if leaf is None and (more or key == ("index",)):
+        if leaf is None and (allows_more or key == ("index",)):
             continue
         if leaf is None:
             _refuse_unknown(

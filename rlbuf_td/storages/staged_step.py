@@ -56,7 +56,7 @@ class StagedStep:
 
     def like_this(self) -> StagedStep:
         """Return another step with memory of its own."""
-        columns = {key: np.empty_like(each) for key, each in self.columns.items()}
+        columns = {key: np.empty_like(column) for key, column in self.columns.items()}
         return StagedStep(columns, self._nodes)
 
     def completed(

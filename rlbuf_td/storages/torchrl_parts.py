@@ -49,11 +49,11 @@ def parts_of(buffer: object) -> list[Any]:
         getattr(buffer, "_writer", None),
         getattr(buffer, "_sampler", None),
     )
-    found = [] if writer is None else [writer]
+    parts = [] if writer is None else [writer]
     while sampler is not None:
-        found.append(sampler)
+        parts.append(sampler)
         sampler = getattr(sampler, "sampler", None)
-    return found
+    return parts
 
 
 def keeps_order(writer: object) -> bool | None:

@@ -36,6 +36,7 @@ from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
+    from rlbuf_td.storages.ring import Ring
     from rlbuf_td.storages.writes import Write
 
 _MOST_SIZES = 8  # batch sizes whose dtypes and shapes are kept
@@ -98,8 +99,13 @@ class CompiledWrites(WritePlan):
             write_cpu,
         )
         stages = [
-            (each, each._stage_of_writes() if isinstance(each, Listener) else Stage())
-            for each in self.listeners
+            (
+                listener,
+                listener._stage_of_writes()
+                if isinstance(listener, Listener)
+                else Stage(),
+            )
+            for listener in self.listeners
         ]
         #: How the kernel sets priorities of new rows.
         entered = next((stage for _, stage in stages if stage.loop), Stage())
@@ -153,7 +159,7 @@ class CompiledWrites(WritePlan):
             index = torch.empty(
                 (rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu"
             )
-        at = (
+        arguments = (
             0 if lanes is None else lanes.data_ptr(),
             write.lanes_first,
             0 if index is None else index.data_ptr(),
@@ -172,27 +178,27 @@ class CompiledWrites(WritePlan):
                     else priorities.record_at(storage, self.ring)
                 )
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(self.address, count, *at, entry, goes_on)
+                    code = self.kernel(self.address, count, *arguments, entry, goes_on)
                 if code >= self.codes.IN_CELLS:
                     break
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:
                 entries.end()
-            found = code if index is None else index
+            new_index = code if index is None else index
             if write.record is not None:
                 write.record(
                     self.sources
                 )  # before others, which may write: new `sources`
             if goes_on:
                 if priorities is not None:
-                    priorities.keep_new(found, storage)
-                self.tell(found)
+                    priorities.keep_new(new_index, storage)
+                self.tell(new_index)
                 self.ring.finish()
         except BaseException:
             if self.ring.dirty:
                 storage.recover()
             raise
-        return found
+        return new_index
 
     @property
     def tells_nobody(self) -> bool:
@@ -285,6 +291,29 @@ class CompiledWrites(WritePlan):
         return leaves
 
 
+class NewRows(NamedTuple):
+    """Where the rows of a write go, in the order of its data."""
+
+    cells: np.ndarray  # ``[n]``
+    counts: np.ndarray  # ``[E]``, the number of rows of each lane
+    # ``[n]``; the others are overwritten by later rows of the write
+    are_kept: np.ndarray
+    serials_after: np.ndarray  # see :meth:`Ring.serials_after`
+
+    @property
+    def kept_cells(self) -> np.ndarray:
+        return self.cells[self.are_kept]
+
+
+class Launch(NamedTuple):
+    """The numbers of a write, on the device of the rows."""
+
+    index: Tensor  # of all new rows, as users get it
+    cells: Tensor  # of the rows that are kept
+    addresses: Tensor  # of the leaves; empty if no kernel can read them
+    serials_after: Tensor  # ``[3, E]``
+
+
 class TorchWrites(WritePlan):
     """Writes rows with operations of torch, or a kernel on a GPU; ``reason``: why it is
     not compiled."""
@@ -297,60 +326,45 @@ class TorchWrites(WritePlan):
         self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
         """See :class:`WritePlan`."""
-        rows, ring, lanes = self.rows, self.ring, write.lanes
+        rows, ring, episodes = self.rows, self.ring, storage.episodes
         leaves = rows.layout.collect(write.data, lead)
         if write.lanes_first:
             leaves = [leaf.transpose(0, 1) for leaf in leaves]
-        if lanes is None:
-            lane = np.tile(np.arange(ring.lanes), count)
-            before = np.arange(count).repeat(ring.lanes)
-            counts = np.full(ring.lanes, count)
-        else:
-            lane = lanes.numpy()
-            refuse_lanes(lane, ring.lanes)
-            before, counts = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
         storage.enter()
         if ring.dirty:  # a thread was interrupted while it recovered
             storage.recover()
-        cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
-        index: Any = torch.from_numpy(cells)
-        if storage.ndim > 1:
-            index = torch.stack([*coordinates(index, storage)], -1)
-        if lead != (len(cells),):
+        new = new_rows(ring, write.lanes, count)
+        if lead != new.cells.shape:
             leaves = [
-                leaf.reshape(len(cells), *kind.shape)
+                leaf.reshape(*new.cells.shape, *kind.shape)
                 for leaf, kind in zip(leaves, rows.layout.leaves, strict=True)
             ]
-        if (counts > ring.steps).any():  # later rows of the call overwrite the others
-            is_kept = counts[lane] - before <= ring.steps
-            where = torch.from_numpy(is_kept)
-            leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
-            cells = cells[is_kept]
-        addresses, device = rows.addresses_of(leaves), rows.matrix.device
-        # all numbers of a launch in one copy to the device
-        parts = [index.numpy().ravel(), cells, np.array(addresses or (), np.int64)]
-        numbers = to_device(np.concatenate(parts), device)
-        shape, is_one = index.shape, write.is_single and storage.ndim == 1
-        index, cells_there, pointers = numbers.split([len(part) for part in parts])
-        index = int(cells[0]) if is_one else index.view(shape)
-        are_apart = lanes is not None or not ring.together
-        serials, longest, episodes = ring.serials, ring.longest, storage.episodes
-        new, kept = np.flatnonzero(counts), np.minimum(counts, ring.steps)
+        cells = new.kept_cells
+        if len(cells) < len(new.cells):
+            are_kept = torch.from_numpy(new.are_kept)
+            leaves = [leaf[are_kept.to(leaf.device)] for leaf in leaves]
+        addresses = rows.addresses_of(leaves)
+        launch = self._send(storage, new, addresses)
+        index = launch.index
+        if write.is_single and storage.ndim == 1:
+            index = int(cells[0])
+
+        are_apart = write.lanes is not None or not ring.together
+        serials, longest = ring.serials, ring.longest
         try:
-            if episodes is not None:
-                episodes.prepare(new, counts[new])
-            ring.begin(counts)
+            ring.begin(new.counts)
             if are_apart:
                 steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
                 rows.matrix[longest : steps.max()].zero_()  # those of other lanes
             if addresses is None:
                 rows.append_(cells, leaves, serials)
             else:
-                rows.append_from_(cells_there, pointers)
-            if episodes is not None:
-                first = ring.after[WRITTEN] - kept
-                episodes.note(new, first[new], kept[new], (counts > kept)[new])
-            ring.publish()
+                rows.append_from_(launch.cells, launch.addresses)
+            if episodes is None:
+                ring.publish()
+            else:
+                episodes.note(launch.serials_after)
+                episodes.publish()
             ring.numbers[REVISION] += 1
             if write.is_told and (addresses is None or are_apart):
                 self.tell(index)
@@ -362,6 +376,26 @@ class TorchWrites(WritePlan):
                 storage.recover()
             raise
         return index
+
+    def _send(
+        self, storage: PackedStorage, new: NewRows, addresses: list[int] | None
+    ) -> Launch:
+        """Copy all numbers of a write to the device of the rows, at once."""
+        index: Any = torch.from_numpy(new.cells)
+        if storage.ndim > 1:
+            index = torch.stack([*coordinates(index, storage)], -1)
+        parts = [
+            index.numpy().ravel(),
+            new.kept_cells,
+            np.array(addresses or (), np.int64),
+            new.serials_after.ravel(),
+        ]
+        numbers = to_device(np.concatenate(parts), self.rows.matrix.device)
+        flat_index, cells, pointers, serials = numbers.split([*map(len, parts)])
+        shape = new.serials_after.shape
+        return Launch(
+            flat_index.view(index.shape), cells, pointers, serials.view(shape)
+        )
 
     def tell_run(self, index: object, first: int, count: int) -> None:
         """Tell :attr:`others` of new rows in ``count`` cells from ``first`` on."""
@@ -394,11 +428,28 @@ def refuse_lanes(lane: np.ndarray, lanes: int) -> None:
         raise IndexError(f"lane {bad[0]} is out of range: lanes are 0 to {lanes - 1}")
 
 
+def new_rows(ring: Ring, lanes: Tensor | None, count: int) -> NewRows:
+    """Return where ``count`` rows of these lanes, or time steps of all, are written;
+    refuse lanes that are out of range."""
+    if lanes is None:
+        lane = np.tile(np.arange(ring.lanes), count)
+        before = np.arange(count).repeat(ring.lanes)
+        counts = np.full(ring.lanes, count)
+    else:
+        lane = lanes.numpy()
+        refuse_lanes(lane, ring.lanes)
+        before = _occurrences(lane)
+        counts = np.bincount(lane, minlength=ring.lanes)
+    cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
+    are_kept = counts[lane] - before <= ring.steps
+    return NewRows(cells, counts, are_kept, ring.serials_after(counts))
+
+
 def _occurrences(numbers: np.ndarray) -> np.ndarray:
     """Return for each element how many equal elements precede it, ``[n]`` int64; O(n
     log n)."""
     order = np.argsort(numbers, kind="stable")
     ascending = numbers[order]
-    found = np.empty(len(numbers), np.int64)
-    found[order] = np.arange(len(numbers)) - np.searchsorted(ascending, ascending)
-    return found
+    counts = np.empty(len(numbers), np.int64)
+    counts[order] = np.arange(len(numbers)) - np.searchsorted(ascending, ascending)
+    return counts

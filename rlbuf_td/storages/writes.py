@@ -101,12 +101,12 @@ def stacked(data: object, dim: int = 0) -> Any:
     if not isinstance(data, kinds[0]) or not data or isinstance(data, torch.Size):
         return data
     if not all(
-        isinstance(each, kinds[1:]) or is_tensor_collection(each) for each in data
+        isinstance(step, kinds[1:]) or is_tensor_collection(step) for step in data
     ):
         return data
-    if len({each.shape for each in data}) > 1:
+    if len({step.shape for step in data}) > 1:
         raise SchemaError(
-            f"cannot stack steps of different batch sizes: {sorted({(*each.shape,) for each in data})}"
+            f"cannot stack steps of different batch sizes: {sorted({(*step.shape,) for step in data})}"
         )
     try:
         return torch.stack(list(data), dim)
@@ -197,6 +197,6 @@ def as_lanes(lanes: object, rows: int) -> torch.Tensor:
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     # with strides of their own
     copies = (
-        each.clone(memory_format=torch.contiguous_format) for each in (one, other)
+        tensor.clone(memory_format=torch.contiguous_format) for tensor in (one, other)
     )
-    return torch.equal(*(each.flatten().view(torch.uint8) for each in copies))
+    return torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in copies))

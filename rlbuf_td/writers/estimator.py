@@ -50,7 +50,7 @@ class RolloutEstimator:
 
     gamma: float | Tensor  # a tensor has the feature shape of the values
     lmbda: float | Tensor
-    own: Estimator | None  # the user's; None: GAE
+    function: Estimator | None  # the user's; None: GAE
     value_network: TensorDictModuleBase | None
     value_key: NestedKey
     reward_key: NestedKey
@@ -95,12 +95,12 @@ class RolloutEstimator:
             ends[:-1] |= absent[1:]
         next_value, next_count = self._next_values(rows, value, ends, terminated, ndim)
         inputs = value, next_value, reward, ends, terminated
-        if self.own is None:
+        if self.function is None:
             advantage, target = generalized_advantage_estimate(
                 self.gamma, self.lmbda, *inputs, time_dim=0
             )
         else:
-            advantage, target = self._call_own(rows, inputs, ndim)
+            advantage, target = self._call_function(rows, inputs, ndim)
         if absent is not None:
             advantage, target = (
                 advantage.masked_fill(absent, 0),
@@ -339,7 +339,7 @@ class RolloutEstimator:
         return out.to(next(iter(entries.values())).device)
 
     @torch.no_grad()
-    def _call_own(
+    def _call_function(
         self, rows: TensorDictBase, inputs: tuple[Tensor, ...], ndim: int
     ) -> tuple[Tensor, Tensor]:
         """Return what the user's estimator computes, which gets and returns
@@ -359,7 +359,7 @@ class RolloutEstimator:
             if self.group:
                 data.set(("next", *self.group, name), flags)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
-        estimates = self.own(data)  # pyrefly: ignore [not-callable]
+        estimates = self.function(data)  # pyrefly: ignore [not-callable]
         _refuse_estimates(estimates, inputs[0].movedim(0, ndim - 1))
         advantage, target = estimates
         return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(
@@ -367,22 +367,22 @@ class RolloutEstimator:
         )
 
 
-def _refuse_estimates(found: object, value: Tensor) -> None:
-    """Raise an error unless ``found`` is a tuple of two finite tensors like
+def _refuse_estimates(estimates: object, value: Tensor) -> None:
+    """Raise an error unless ``estimates`` is a tuple of two finite tensors like
     ``value``."""
     if not (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and all(isinstance(x, Tensor) for x in found)
+        isinstance(estimates, tuple)
+        and len(estimates) == 2
+        and all(isinstance(x, Tensor) for x in estimates)
     ):
         remedy = (
             'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
         )
-        got = type(found).__name__
+        got = type(estimates).__name__
         raise TypeError(
             f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}"
         )
-    for name, x in zip(("advantage", "value_target"), found, strict=True):
+    for name, x in zip(("advantage", "value_target"), estimates, strict=True):
         shown, expected = (
             f"{y.dtype} of shape {[*y.shape]} on {y.device}" for y in (x, value)
         )

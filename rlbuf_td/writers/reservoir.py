@@ -160,30 +160,30 @@ class ReservoirWriter(PackedWriter, Recovers):
                 steps, 0.0, max(steps, written) - 1
             )
         while end >= steps and following < end:
-            at = following
-            log_threshold, following, slot = self._skip(steps, log_threshold, at)
-            kept.append((at - written, slot))
+            step = following
+            log_threshold, following, slot = self._skip(steps, log_threshold, step)
+            kept.append((step - written, slot))
         (bits,) = unpack("q", pack("d", log_threshold))
         first = min(following * lanes, (1 << 63) - 1)
         return Choice(filled, kept, (end * lanes, first, bits))
 
     def _skip(
-        self, steps: int, log_threshold: float, at: int
+        self, steps: int, log_threshold: float, step: int
     ) -> tuple[float, int, int]:
         """Return a new ``log_threshold``, the next time step to store after ``at``, and
         a random storage position."""
         # Each time step gets a uniform random number; the smallest are stored; the
         # largest of these is the threshold.
         source = "cpu" if self._rng is None else self._rng.device
-        shrink, ahead, place = torch.rand(
+        shrink, ahead, slot = torch.rand(
             3, dtype=torch.float64, generator=self._rng, device=source
         ).tolist()
         log_threshold += log1p(-max(shrink, _LEAST)) / steps
         skipped = log1p(-max(ahead, _LEAST)) / log(-expm1(log_threshold))
         return (
             log_threshold,
-            at + 1 + int(min(skipped, _MOST)),
-            min(int(place * steps), steps - 1),
+            step + 1 + int(min(skipped, _MOST)),
+            min(int(slot * steps), steps - 1),
         )
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
@@ -234,7 +234,7 @@ class ReservoirWriter(PackedWriter, Recovers):
             newest = {slot: position for position, slot in choice.kept}
             slots, rows = torch.tensor([[*newest], [*newest.values()]], device="cpu")
             kept = reshaped(
-                without_index(data), lambda each: each[rows.to(each.device)]
+                without_index(data), lambda leaf: leaf[rows.to(leaf.device)]
             )
             with storage.lock, defer_sigint:
                 storage.set(slots, kept, set_cursor=False)

@@ -191,10 +191,12 @@ class RolloutWriter(TimeWriter, Completes):
         _refuse_network(value_network, value_key)
         gamma = _coefficient("gamma", 0.99 if gamma is None else gamma)
         lmbda = _coefficient("lmbda", 0.95 if lmbda is None else lmbda)
-        of = _group(group)
-        self.value_key = nested_key(value_key or (*of, "state_value"))
-        self.advantage_key = nested_key(advantage_key or (*of, "advantage"))
-        self.value_target_key = nested_key(value_target_key or (*of, "value_target"))
+        prefix = _group(group)
+        self.value_key = nested_key(value_key or (*prefix, "state_value"))
+        self.advantage_key = nested_key(advantage_key or (*prefix, "advantage"))
+        self.value_target_key = nested_key(
+            value_target_key or (*prefix, "value_target")
+        )
         #: The entries that this writer adds; the last one, the value, where the data
         # lacks it.
         self.added_keys = tuple(
@@ -202,7 +204,7 @@ class RolloutWriter(TimeWriter, Completes):
             for key in (self.advantage_key, self.value_target_key, self.value_key)
         )
         names = (
-            reward_key or ("next", *of, "reward"),
+            reward_key or ("next", *prefix, "reward"),
             done_key,
             terminated_key,
             truncated_key,
@@ -288,11 +290,11 @@ class RolloutWriter(TimeWriter, Completes):
         value = leaf_of(data, self.added_keys[-1])
         like = entry(data, self.estimator.reward_key) if value is None else value
         layout = self._storage.layout
-        place = None if layout is None else layout.places.get(self.added_keys[0])
-        if layout is None or place is None:
+        first_added = None if layout is None else layout.places.get(self.added_keys[0])
+        if layout is None or first_added is None:
             dtype = self.estimator.dtype(like, has_values=value is not None)
         else:
-            dtype = layout.leaves[place].dtype
+            dtype = layout.leaves[first_added].dtype
         blank = self._blanks[0]
         if (
             blank.shape != like.shape
@@ -348,10 +350,12 @@ class RolloutWriter(TimeWriter, Completes):
             storage.ring.mark_estimated(estimates.rows_asked)
 
     def __repr__(self) -> str:
-        own = self.estimator.own
+        estimator = self.estimator.function
         settings = f"gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}"
-        if own is not None:
-            settings = f"estimator={getattr(own, '__name__', type(own).__name__)}"
+        if estimator is not None:
+            settings = (
+                f"estimator={getattr(estimator, '__name__', type(estimator).__name__)}"
+            )
         return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"
 
 

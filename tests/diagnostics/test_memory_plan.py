@@ -121,7 +121,7 @@ def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(
     needed = td.plan(rb)
     assert (needed.capacity, needed.rows) == (1_000, storage.nbytes)
     assert needed.priorities == td.RankSampler.nbytes_for(1_000)
-    assert needed.place.place.startswith(f"disk ({tmp_path}")
+    assert needed.place.location.startswith(f"disk ({tmp_path}")
     assert td.plan(rb, 2_000, sampler="uniform").priorities == 0
     assert td.plan(storage, 2_000).rows == 2 * storage.nbytes
     # as if it were packed

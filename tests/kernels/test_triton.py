@@ -342,6 +342,52 @@ def test_n_step_transitions_are_those_of_torch(rows, lanes):
         assert_same(batch, joined())
 
 
+ID_DTYPES = (None, torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ID_DTYPES, ids=str)
+@pytest.mark.parametrize("capacity", [1, 5, 200])
+def test_episodes_are_noted_as_torch_notes_them(capacity, dtype):
+    """Rings that wrap, writes of more rows than there are cells or than a block has,
+    lanes that advance alone, breaks, and rows that an edit made stale."""
+    generator = np.random.default_rng(capacity)
+    lanes, writes = 3, []
+    for count in (1, 1, 3, 70, 1, 130, 4, 450):
+        flags = generator.random((2, count, lanes, 1)) < 0.1
+        ids = generator.integers(0, 2, (count, lanes)).repeat(3, 0)[:count]
+        alone = generator.integers(0, lanes, count)
+        writes.append((count, *torch.from_numpy(flags), ids, alone))
+
+    def numbers() -> list[torch.Tensor]:
+        storage, after = PackedStorage(lanes * capacity, ndim=2, lanes=lanes), []
+        for count, terminated, truncated, ids, alone in writes:
+            data = TensorDict({"terminated": terminated, "truncated": truncated})
+            data = TensorDict({"next": data}, [count, lanes])
+            if dtype is not None:
+                data["collector", "traj_ids"] = torch.from_numpy(ids).to(dtype)
+            storage.advance(Write(data))
+            storage.advance(Write(data[:, 0], lanes=torch.from_numpy(alone)))
+            episodes = storage.episodes
+            assert episodes is not None
+            storage.check()
+            live = torch.from_numpy(episodes.ring.count)
+            for lane, rows in enumerate(live.tolist()):
+                serials = episodes.ring.written[lane] - 1 - torch.arange(rows)
+                after.append(episodes.numbers[lane, serials % capacity].clone())
+            after.append(episodes.following.clone())
+            episodes.end(int(alone[0]))
+        return after
+
+    noted = numbers()
+    with forced("torch"):
+        wanted = numbers()
+    with forced("numba"):
+        compiled = numbers()
+    for here, there, third in zip(noted, wanted, compiled, strict=True):
+        assert torch.equal(here, there)
+        assert torch.equal(here, third)
+
+
 def test_a_buffer_says_which_calls_have_kernels():
     wanted = {
         "add, extend, sample": NStepSampler(UniformSampler(), 2, 0.9),
@@ -367,12 +413,12 @@ def test_calls_start_few_operations():
         what: count for what, count, _ in benchmark.counts_of(50, 8, "cpu", samplers)
     }
     assert counts == {
-        "uniform, extend by 8": 2,
+        "uniform, extend by 8": 3,
         "uniform, sample": 2,
-        "proportional, extend by 8": 3,
+        "proportional, extend by 8": 4,
         "proportional, sample": 2,
         "proportional, update priorities": 3,
-        "3-step, extend by 8": 2,
+        "3-step, extend by 8": 3,
         "3-step, sample": 5,
     }
 
@@ -398,6 +444,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlbuf_td.kernels.draws import triton as draws
+from rlbuf_td.kernels.episodes import triton as episodes
 from rlbuf_td.kernels.rows import triton as rows
 from rlbuf_td.kernels.sum_tree import triton as tree
 from rlbuf_td.kernels.wrappers import triton as wrappers
@@ -407,12 +454,13 @@ POINTERS = {
     "leaves": "*i64", "blocks": "*fp64", "flat": "*i64", "importance": "*fp32",
     "stamp": "*i64", "magnitude": "*fp32", "index": "*i64", "td_error": "*fp32",
     "largest": "*fp32", "refused": "*i64", "stale": "*i64", "numbers": "*i32",
-    "ends": "*i64", "taken": "*i64", "totals": "*fp32",
+    "ends": "*i64", "taken": "*i64", "totals": "*fp32", "flags": "*i64",
+    "following": "*i64", "following_after": "*i64", "serials": "*i64",
 }
 SIZES = {"DRAWS": 256, "ROWS": 32, "WORDS": 128, "OTHERS": 256, "BLOCK": 1024, "NORM": 0}
-SIZES["SIZE"] = 4
+SIZES |= {"SIZE": 4, "KIND": triton.language.int32}
 of_tree = tree._draw, tree._set, tree._enter, tree._sum
-for kernel in draws._draw, rows._move, wrappers._sum, *of_tree:
+for kernel in draws._draw, episodes._note, rows._move, wrappers._sum, *of_tree:
     for flag in True, False:
         kinds, constants = {}, {}
         for parameter in kernel.params:

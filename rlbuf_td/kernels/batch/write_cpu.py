@@ -103,12 +103,12 @@ def write(
     """
     ring = carray(pointer(address), 1, RING)[0]
     lanes, steps = max(ring.lanes, 1), ring.steps
-    block, head, more = (
+    block, head, counts = (
         block_at(ring.head, lanes),
         head_at(ring.head, lanes),
         np.full(lanes, count),
     )
-    code = _refusal(ring, block, lane_ids, priorities, more)
+    code = _refusal(ring, block, lane_ids, priorities, counts)
     if code:
         return code
     apart = lane_ids != 0 or not _stand_together(head, steps)
@@ -118,14 +118,14 @@ def write(
         head[WRITTEN, 0] % steps,
     )
     cells = np.empty(count if lane_ids else count * lanes, np.int64)
-    begin_write(block, lanes, steps, more)
+    begin_write(block, lanes, steps, counts)
     if apart:
         _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
-    _place(ring, before, more, lane_ids, lanes_first, index, cells)
+    _place(ring, before, counts, lane_ids, lanes_first, index, cells)
     _copy(ring, cells)
     rows = np.empty(_WORDS, np.int64)
     slot = (cursor + max(count - steps, 0)) % steps
-    given = _Rows(
+    rows_of_write = _Rows(
         address,
         priorities,
         address_of(cells),
@@ -134,18 +134,18 @@ def write(
         address_of(before),
     )
     for field in range(_WORDS):
-        rows[field] = given[field]
+        rows[field] = rows_of_write[field]
     if ring.write_entries:
         _call(ring.write_entries, rows, cells, before)
     if ring.episodes:
         for e in range(lanes):
-            skipped = max(more[e] - steps, 0)
-            if more[e]:
+            skipped = max(counts[e] - steps, 0)
+            if counts[e]:
                 note(
                     record_at(ring.episodes),
                     e,
                     before[WRITTEN, e] + skipped,
-                    more[e] - skipped,
+                    counts[e] - skipped,
                     skipped > 0,
                 )
     _publish(block, lanes)
@@ -165,28 +165,28 @@ def _call(function, rows, cells, before):
 
 
 @inlined
-def _refusal(ring, block, lane_ids, priorities, more):
-    """Return why nothing can be written, or 0; count the rows of each lane in ``more``,
+def _refusal(ring, block, lane_ids, priorities, counts):
+    """Return why nothing can be written, or 0; count the rows of each lane in ``counts``,
     which holds the rows of all."""
     if block[DIRTY] != IDLE:
         return UNFINISHED
     if priorities:
-        given = carray(pointer(priorities), 1, UPDATE)[0]
-        if given.alpha and load(given.alpha, np.float64) != load(
-            given.weighed_alpha, np.float64
+        record = carray(pointer(priorities), 1, UPDATE)[0]
+        if record.alpha and load(record.alpha, np.float64) != load(
+            record.weighed_alpha, np.float64
         ):
             return UNWEIGHED
-    nbytes = ring.steps * len(more) * ring.row_bytes
+    nbytes = ring.steps * len(counts) * ring.row_bytes
     for leaf in range(ring.leaves):
         if 0 <= load(ring.sources + 8 * leaf, np.int64) - ring.rows < nbytes:
             return OVERLAPPING
     if lane_ids:
-        lane = carray(pointer(lane_ids), more[0], np.int64)
-        more[:] = 0
+        lane = carray(pointer(lane_ids), counts[0], np.int64)
+        counts[:] = 0
         for i in range(len(lane)):
-            if lane[i] < 0 or lane[i] >= len(more):
+            if lane[i] < 0 or lane[i] >= len(counts):
                 return NO_LANE
-            more[lane[i]] += 1
+            counts[lane[i]] += 1
     return 0
 
 
@@ -206,20 +206,20 @@ def _clear_holes(ring, after, longest):
     them."""
     steps, width = longest_of(after, ring.steps), after.shape[1] * ring.row_bytes
     if steps > longest:
-        for at in range(longest * width, steps * width):
-            store(ring.rows + at, np.uint8(0), np.uint8)
+        for byte in range(longest * width, steps * width):
+            store(ring.rows + byte, np.uint8(0), np.uint8)
 
 
 @inlined
-def _place(ring, before, more, lane_ids, lanes_first, index, cells):
+def _place(ring, before, counts, lane_ids, lanes_first, index, cells):
     """Write the cell of each row of the data to ``cells``, and the indices of the rows,
     in time order, to ``index``."""
-    lanes, steps = len(more), ring.steps
+    lanes, steps = len(counts), ring.steps
     slots, replaced = np.empty(lanes, np.int64), np.empty(lanes, np.int64)
     for lane in range(lanes):
         slots[lane], replaced[lane] = (
             before[WRITTEN, lane] % steps,
-            max(more[lane] - steps, 0),
+            max(counts[lane] - steps, 0),
         )
     step, e = 0, 0
     for i in range(len(cells)):
@@ -231,7 +231,7 @@ def _place(ring, before, more, lane_ids, lanes_first, index, cells):
         if replaced[e]:
             replaced[e] -= 1
             cell = -1
-        cells[e * more[0] + step if lanes_first else i] = cell
+        cells[e * counts[0] + step if lanes_first else i] = cell
         if index and ring.lanes:
             store(index + 16 * i, slot, np.int64)
             store(index + 16 * i + 8, e, np.int64)
@@ -284,49 +284,53 @@ def _publish(block, lanes):
 def write_entries(rows):
     """Store the deduplicated observations of rows whose other bytes have been
     stored."""
-    given = carray(pointer(rows), 1, _ROWS)[0]
-    ring = carray(pointer(given.ring), 1, RING)[0]
-    entries_cpu.write(ring.entries, ring.sources, given.head, given.cells, given.size)
+    new_rows = carray(pointer(rows), 1, _ROWS)[0]
+    ring = carray(pointer(new_rows.ring), 1, RING)[0]
+    entries_cpu.write(
+        ring.entries, ring.sources, new_rows.head, new_rows.cells, new_rows.size
+    )
 
 
 @Callback
 def enter_proportional(rows):
     """Set the priorities of new rows in a sum tree."""
-    of = carray(pointer(rows), 1, _ROWS)[0]
-    given = carray(pointer(of.priorities), 1, UPDATE)[0]
+    new_rows = carray(pointer(rows), 1, _ROWS)[0]
+    record = carray(pointer(new_rows.priorities), 1, UPDATE)[0]
     tree, alpha = (
-        carray(pointer(given.table), 1, TREE),
-        load(given.weighed_alpha, np.float64),
+        carray(pointer(record.table), 1, TREE),
+        load(record.weighed_alpha, np.float64),
     )
-    if of.slot == IN_CELLS:
+    if new_rows.slot == IN_CELLS:
         cells, live = (
-            carray(pointer(of.cells), of.size, np.int64),
-            given.steps * max(given.lanes, 1),
+            carray(pointer(new_rows.cells), new_rows.size, np.int64),
+            record.steps * max(record.lanes, 1),
         )
-        update(tree, cells, np.full(of.size, _entry(given)), live, alpha, given.eps)
+        update(
+            tree, cells, np.full(new_rows.size, _entry(record)), live, alpha, record.eps
+        )
         return
-    start, head, rest = _runs(given, of)
-    fill(tree, start, head, _entry(given), alpha, given.eps)
+    start, head, rest = _runs(record, new_rows)
+    fill(tree, start, head, _entry(record), alpha, record.eps)
     if rest:
-        fill(tree, np.int64(0), rest, _entry(given), alpha, given.eps)
+        fill(tree, np.int64(0), rest, _entry(record), alpha, record.eps)
 
 
 @Callback
 def enter_rank(rows):
     """Set the priorities of new rows in a rank order."""
-    of = carray(pointer(rows), 1, _ROWS)[0]
-    given = carray(pointer(of.priorities), 1, UPDATE)[0]
-    order = carray(pointer(given.table), 1, ORDER)
+    new_rows = carray(pointer(rows), 1, _ROWS)[0]
+    record = carray(pointer(new_rows.priorities), 1, UPDATE)[0]
+    order = carray(pointer(record.table), 1, ORDER)
     # for Python 3.10, where numba takes `view` of no inlined result
-    magnitude = np.float32(_entry(given))
-    if of.slot == IN_CELLS:
+    magnitude = np.float32(_entry(record))
+    if new_rows.slot == IN_CELLS:
         cells, live = (
-            carray(pointer(of.cells), of.size, np.int64),
-            given.steps * max(given.lanes, 1),
+            carray(pointer(new_rows.cells), new_rows.size, np.int64),
+            record.steps * max(record.lanes, 1),
         )
-        update_order(order, cells, np.full(of.size, magnitude), live)
+        update_order(order, cells, np.full(new_rows.size, magnitude), live)
         return
-    start, head, rest = _runs(given, of)
+    start, head, rest = _runs(record, new_rows)
     bits = np.int64(magnitude.view(np.int32))
     fill_order(order, np.arange(start, start + head), bits)
     if rest:
@@ -334,17 +338,17 @@ def enter_rank(rows):
 
 
 @inlined
-def _entry(given):
+def _entry(record):
     """Return the magnitude of new rows."""
-    largest = load(given.largest, np.float64)
-    return np.float32(given.first if largest < 0.0 else largest)
+    largest = load(record.largest, np.float64)
+    return np.float32(record.first if largest < 0.0 else largest)
 
 
 @inlined
-def _runs(given, of):
+def _runs(record, new_rows):
     """Return the first cell of new time steps, and the number of cells up to the last
     one, and from cell 0 on."""
-    lanes = max(given.lanes, 1)
-    kept = min(of.size // lanes, given.steps)
-    head = min(kept, given.steps - of.slot)
-    return of.slot * lanes, head * lanes, (kept - head) * lanes
+    lanes = max(record.lanes, 1)
+    kept = min(new_rows.size // lanes, record.steps)
+    head = min(kept, record.steps - new_rows.slot)
+    return new_rows.slot * lanes, head * lanes, (kept - head) * lanes

@@ -28,19 +28,23 @@ rows of one episode agree on their last row; only rows of the newest episode of 
 have ``left == 0``.
 
 The functions here are the specification, for all devices;
-:mod:`rlbuf_td.kernels.episodes.cpu` has the loops of the CPU, which note rows while
+:mod:`rlbuf_td.kernels.episodes.cpu` has the loops of the CPU, and
+:mod:`rlbuf_td.kernels.episodes.triton` the kernel of a GPU. All of them note rows while
 they are written: what follows them is in ``following_after`` until they are published.
-On other devices, a write notes nothing: the numbers of all rows are computed when they
-are needed (:func:`note_`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import backend_of
+
+if TYPE_CHECKING:
+    from rlbuf_td.kernels.episodes.triton import EpisodeNotes
 
 BACK, LEFT = range(2)
 BREAK = -(1 << 31)  # the bit 31 of `back`
@@ -80,16 +84,34 @@ class Spans(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """The numbers of the rows of all lanes, on one device."""
+    """Rows of all lanes whose numbers are computed: those from ``first`` up to
+    ``written``; ``[E]`` int64 each, but the first two."""
 
     numbers: Tensor  # ``[E, T, 2]`` int32
-    following: Tensor  # ``[2, E]`` int64
-    tail: Tensor  # ``[E]`` int64
-    written: Tensor  # ``[E]`` int64
-    # ``[E]`` int64, up to which serial there are numbers; ``following`` is of the row
-    # there
+    following: Tensor  # ``[2, E]`` int64, what the row ``noted`` continues
+    first: Tensor
+    written: Tensor
+    # up to which serial rows have numbers; below `first` if rows between are gone
     noted: Tensor
-    most: int  # the number of rows of the longest lane
+
+    @property
+    def newest(self) -> Tensor:
+        """The age of the newest row of each lane, ``[E, 1]``; -1 if there is none."""
+        return (self.written - self.first)[:, None] - 1
+
+
+class RowsByAge(NamedTuple):
+    """The rows of :class:`Lanes`, ``[E, n]`` each, for the ``n`` rows of the longest
+    lane."""
+
+    age: Tensor  # 0 for the first row
+    lane: Tensor
+    slot: Tensor
+    exists: Tensor
+
+    @property
+    def cells(self) -> Tensor:
+        return self.slot * len(self.slot) + self.lane
 
 
 def spans(
@@ -101,81 +123,106 @@ def spans(
     slot = cells // lanes if lanes > 1 else cells
     ago = (written - 1 - slot) % steps
     before = written - 1 - tail - ago  # stored rows of the lane before this one
-    at = slot + cells % lanes * steps if lanes > 1 else slot
-    back, left = numbers.flatten(0, 1)[at].long().unbind(-1)
+    rows = slot + cells % lanes * steps if lanes > 1 else slot
+    back, left = numbers.flatten(0, 1)[rows].long().unbind(-1)
     back, ended = back & STEPS, left > 0
     return Spans(
         back.minimum(before), torch.where(ended, left - 1, ago), ended, back <= before
     )
 
 
-def _by_age(of: Lanes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ages, 0 for the oldest row of each lane, their lanes and slots, and which
-    exist, ``[E, most]`` each."""
-    lanes, steps = of.numbers.shape[:2]
-    age = torch.arange(of.most, device=of.numbers.device).expand(lanes, of.most)
-    lane = torch.arange(lanes, device=of.numbers.device)[:, None].expand(lanes, of.most)
-    return (
-        age,
-        lane,
-        (of.tail[:, None] + age) % steps,
-        age < (of.written - of.tail)[:, None],
-    )
+def episode_notes(
+    flags: np.ndarray, id_offset: int, id_dtype: torch.dtype | None, rows: Tensor
+) -> EpisodeNotes | None:
+    """Return what notes rows on a GPU; None elsewhere."""
+    if backend_of(rows) != "triton":
+        return None
+    from rlbuf_td.kernels.episodes.triton import EpisodeNotes
+
+    return EpisodeNotes(flags, id_offset, id_dtype, rows.device)
 
 
-def note_(of: Lanes, ended: Tensor, name: Tensor) -> None:
-    """Compute the numbers of all rows, and what follows them, from flags, ids and the
-    breaks so far; O(T * E).
+def lanes_of_write(numbers: Tensor, following: Tensor, serials: Tensor) -> Lanes:
+    """Return the new rows of a write, and those before them whose numbers it may
+    change: the newest episode of each lane that gets rows.
 
-    What precedes the oldest row of a lane follows from its ``back``, or from
+    ``serials``, ``[3, E]`` int64: ``tail`` and ``written`` after the write, and
+    ``written`` before it.
+    """
+    tail, written, noted = serials
+    slot = (noted - 1) % numbers.shape[1]
+    back = numbers[torch.arange(len(numbers), device=slot.device), slot, BACK]
+    begin = torch.maximum(tail, noted - 1 - (back.long() & STEPS))
+    first = torch.where(noted > tail, begin, tail)
+    first = torch.where(noted < written, first, written)
+    return Lanes(numbers, following, first, written, noted)
+
+
+def by_age(lanes: Lanes, longest: int) -> RowsByAge:
+    """Return the rows of all lanes; ``longest`` is the number of those of the longest
+    lane."""
+    count, steps = lanes.numbers.shape[:2]
+    device, shape = lanes.numbers.device, (count, longest)
+    age = torch.arange(longest, device=device).expand(shape)
+    lane = torch.arange(count, device=device)[:, None].expand(shape)
+    slot = (lanes.first[:, None] + age) % steps
+    return RowsByAge(age, lane, slot, age <= lanes.newest)
+
+
+def note_(lanes: Lanes, rows: RowsByAge, ended: Tensor, traj_id: Tensor) -> Tensor:
+    """Compute the numbers of ``rows`` from flags, ids and the breaks so far; return what
+    follows them, ``[2, E]`` int64.
+
+    What precedes the first row of a lane follows from its ``back``, or from
     ``following`` if it has none; nothing is known if rows that were written between are
     gone.
 
     Args:
-        of: is changed; there is a row.
-        ended: ``[T, E]`` bool, whether each row ends its episode.
-        name: ``[T, E]`` int64, the id of each row's episode; equal numbers if rows have
-            no ids.
+        lanes: its numbers are changed; there is a row.
+        rows: those of ``lanes``, :func:`by_age`.
+        ended: ``[E, n]`` bool, whether each row ends its episode.
+        traj_id: ``[E, n]`` int64, the id of each row's episode; equal numbers if rows
+            have no ids.
     """
-    age, lane, slot, exists = _by_age(of)
-    old, end, name = of.numbers[lane, slot, BACK], ended[slot, lane], name[slot, lane]
-    follows, name_before = of.following[..., None]
+    age, lane, slot, exists = rows
+    old, (follows, id_before) = (
+        lanes.numbers[lane, slot, BACK],
+        lanes.following[..., None],
+    )
     # the age of the first row that has no numbers
-    first = (of.noted - of.tail)[:, None]
-    breaks = torch.where(age < first, old < 0, (age == first) & (follows < 0))
-    begins = breaks | end.roll(1, 1) | (name != name.roll(1, 1))
+    first_new = (lanes.noted - lanes.first)[:, None]
+    breaks = torch.where(age < first_new, old < 0, (age == first_new) & (follows < 0))
+    begins = breaks | ended.roll(1, 1) | (traj_id != traj_id.roll(1, 1))
     begins[:, 0] = False
     before = torch.where(
-        first > 0,
+        first_new > 0,
         old[:, :1] & STEPS,
-        follows.clamp(min=0) * (name[:, :1] == name_before),
+        follows.clamp(min=0) * (traj_id[:, :1] == id_before),
     )
-    before = torch.where(first < 0, MOST, before)
+    before = torch.where(first_new < 0, MOST, before)
     start = torch.where(begins, age, 0).cummax(1).values
     back = (age - start + torch.where(start == 0, before, 0)).clamp(max=MOST)
-    newest = (of.written - of.tail)[:, None] - 1
-    is_last = age == newest
+    is_last = age == lanes.newest
     is_last[:, :-1] |= begins[:, 1:] & exists[:, 1:]
-    last = torch.where(is_last, age, of.most).flip(1).cummin(1).values.flip(1)
-    at_newest = newest.clamp(min=0)
-    is_over = end.gather(1, at_newest)  # whether the newest row ends its episode
+    last = torch.where(is_last, age, age.shape[1]).flip(1).cummin(1).values.flip(1)
+    newest = lanes.newest.clamp(min=0)
+    is_over = ended.gather(1, newest)  # whether the newest row ends its episode
     left = torch.where((last < newest) | is_over, last - age + 1, 0)
-    of.numbers[lane, slot] = torch.stack(
-        (torch.where(breaks, BREAK, back), left), -1
-    ).int()
-    is_known = (newest >= 0) & ((of.noted < of.written)[:, None] | (follows >= 0))
-    back_of_next = torch.where(
-        is_over, 0, (back.gather(1, at_newest) + 1).clamp(max=MOST)
-    )
-    after = torch.stack((back_of_next, name.gather(1, at_newest)))
-    of.following.copy_(torch.where(is_known, after, of.following[..., None])[..., 0])
+    numbers = torch.stack((torch.where(breaks, BREAK, back), left), -1).int()
+    lanes.numbers[lane[exists], slot[exists]] = numbers[exists]
+    has_new_rows = (lanes.noted < lanes.written)[:, None]
+    is_known = (lanes.newest >= 0) & (has_new_rows | (follows >= 0))
+    next_back = torch.where(is_over, 0, (back.gather(1, newest) + 1).clamp(max=MOST))
+    after = torch.stack((next_back, traj_id.gather(1, newest)))
+    return torch.where(is_known, after, lanes.following[..., None])[..., 0]
 
 
-def whole(of: Lanes, only_finished: bool) -> tuple[Tensor, Tensor]:
+def whole(
+    numbers: Tensor, rows: RowsByAge, newest: Tensor, *, only_finished: bool
+) -> tuple[Tensor, Tensor]:
     """Return the first cell and the length of each episode whose rows are all stored,
-    by lane and age; O(T * E)."""
-    age, lane, slot, exists = _by_age(of)
-    back, left = of.numbers[lane, slot].long().unbind(-1)
-    is_first = exists & ((back & STEPS) == 0) & ((left > 0) | (not only_finished))
-    length = torch.where(left > 0, left, (of.written - of.tail)[:, None] - age)
-    return (slot * of.numbers.shape[0] + lane)[is_first], length[is_first]
+    by lane and age; O(T * E). See :class:`Lanes` for ``newest``."""
+    back, left = numbers[rows.lane, rows.slot].long().unbind(-1)
+    is_first = rows.exists & ((back & STEPS) == 0) & ((left > 0) | (not only_finished))
+    length = torch.where(left > 0, left, newest + 1 - rows.age)
+    return rows.cells[is_first], length[is_first]

@@ -40,8 +40,8 @@ def numbers_at(address):
 
 
 @inlined
-def _at(of, lane, slot):
-    return of.numbers + 8 * (lane * of.steps + slot)
+def _at(numbers, lane, slot):
+    return numbers.numbers + 8 * (lane * numbers.steps + slot)
 
 
 @inlined
@@ -53,84 +53,89 @@ def split(cell, lanes):
 
 
 @inlined
-def expect(of, cell):
+def expect(numbers, cell):
     """Prefetch the numbers of a row."""
-    slot, lane = split(cell, of.lanes)
-    prefetch(_at(of, lane, slot))
+    slot, lane = split(cell, numbers.lanes)
+    prefetch(_at(numbers, lane, slot))
 
 
 @inlined
-def rows_after(of, lane, slot):
+def rows_after(numbers, lane, slot):
     """Return how many rows of its lane are stored after the row in a slot."""
-    newest = load(of.written + 8 * lane, np.int64) - 1
-    after = np.int64(np.uint64(newest) % np.uint64(of.steps)) - slot
-    return after if after >= 0 else after + of.steps
+    newest = load(numbers.written + 8 * lane, np.int64) - 1
+    after = np.int64(np.uint64(newest) % np.uint64(numbers.steps)) - slot
+    return after if after >= 0 else after + numbers.steps
 
 
 @inlined
-def rows_before(of, lane, slot):
+def rows_before(numbers, lane, slot):
     """Return how many rows of its lane are stored before the row in a slot."""
-    stored = load(of.written + 8 * lane, np.int64) - load(of.tail + 8 * lane, np.int64)
-    return stored - 1 - rows_after(of, lane, slot)
+    stored = load(numbers.written + 8 * lane, np.int64) - load(
+        numbers.tail + 8 * lane, np.int64
+    )
+    return stored - 1 - rows_after(numbers, lane, slot)
 
 
 @inlined
-def cell_of(of, number):
+def cell_of(numbers, number):
     """Return the cell of a live row, see :meth:`rlbuf_td.storages.ring.Ring.cell_of`:
     numbers go lane after lane."""
     lane = np.int64(0)
-    tail = load(of.tail, np.int64)
-    count = load(of.written, np.int64) - tail
-    while number >= count and lane + 1 < of.lanes:
+    tail = load(numbers.tail, np.int64)
+    count = load(numbers.written, np.int64) - tail
+    while number >= count and lane + 1 < numbers.lanes:
         number -= count
         lane += 1
-        tail = load(of.tail + 8 * lane, np.int64)
-        count = load(of.written + 8 * lane, np.int64) - tail
-    return (tail + number) % of.steps * of.lanes + lane
+        tail = load(numbers.tail + 8 * lane, np.int64)
+        count = load(numbers.written + 8 * lane, np.int64) - tail
+    return (tail + number) % numbers.steps * numbers.lanes + lane
 
 
 @inlined
-def steps_ahead(of, lane, slot):
+def steps_ahead(numbers, lane, slot):
     """Return the number of steps from a row to the last stored step of its episode."""
-    left = np.int64(load(_at(of, lane, slot) + _LEFT, np.int32))
-    return left - 1 if left else rows_after(of, lane, slot)
+    left = np.int64(load(_at(numbers, lane, slot) + _LEFT, np.int32))
+    return left - 1 if left else rows_after(numbers, lane, slot)
 
 
 @inlined
-def steps_since(of, lane, slot):
+def steps_since(numbers, lane, slot):
     """Return the number of steps from the first step of the episode, stored or not, to
     a row."""
-    return np.int64(load(_at(of, lane, slot), np.int32)) & STEPS
+    return np.int64(load(_at(numbers, lane, slot), np.int32)) & STEPS
 
 
 @inlined
-def steps_back(of, lane, slot):
+def steps_back(numbers, lane, slot):
     """Return the number of steps from the first stored step of the episode to a row."""
-    back = steps_since(of, lane, slot)
-    return min(back, rows_before(of, lane, slot)) if back else back
+    back = steps_since(numbers, lane, slot)
+    return min(back, rows_before(numbers, lane, slot)) if back else back
 
 
 @inlined
-def has_ended(of, lane, slot):
+def has_ended(numbers, lane, slot):
     """Whether the episode of a row has ended."""
-    return load(_at(of, lane, slot) + _LEFT, np.int32) != 0
+    return load(_at(numbers, lane, slot) + _LEFT, np.int32) != 0
 
 
 @kernel
 def reach(address, cells, count, back, ahead, ended, whole):
     """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses,
     but the count of the cells."""
-    of, cell = numbers_at(address), carray(pointer(cells), count, np.int64)
+    numbers, cell = numbers_at(address), carray(pointer(cells), count, np.int64)
     for i in range(min(_SOON, count)):
-        expect(of, cell[i])
+        expect(numbers, cell[i])
     for i in range(count):
         if i + _SOON < count:
-            expect(of, cell[i + _SOON])
-        slot, lane = split(cell[i], of.lanes)
-        since, before = steps_since(of, lane, slot), rows_before(of, lane, slot)
+            expect(numbers, cell[i + _SOON])
+        slot, lane = split(cell[i], numbers.lanes)
+        since, before = (
+            steps_since(numbers, lane, slot),
+            rows_before(numbers, lane, slot),
+        )
         store(back + 8 * i, min(since, before), np.int64)
-        store(ahead + 8 * i, steps_ahead(of, lane, slot), np.int64)
-        store(ended + i, has_ended(of, lane, slot), np.bool_)
+        store(ahead + 8 * i, steps_ahead(numbers, lane, slot), np.int64)
+        store(ended + i, has_ended(numbers, lane, slot), np.bool_)
         store(whole + i, since <= before, np.bool_)
 
 
@@ -138,23 +143,23 @@ def reach(address, cells, count, back, ahead, ended, whole):
 def whole(address, only_finished: bool, first, length):
     """Implement :func:`rlbuf_td.kernels.episodes.whole`; return the number of episodes.
     O(E + K)."""
-    of, found = numbers_at(address), 0
-    for lane in range(of.lanes):
+    numbers, count = numbers_at(address), 0
+    for lane in range(numbers.lanes):
         serial, written = (
-            load(of.tail + 8 * lane, np.int64),
-            load(of.written + 8 * lane, np.int64),
+            load(numbers.tail + 8 * lane, np.int64),
+            load(numbers.written + 8 * lane, np.int64),
         )
         while serial < written:
-            slot = serial % of.steps
-            rows = steps_ahead(of, lane, slot) + 1
-            if not steps_since(of, lane, slot) and (
-                has_ended(of, lane, slot) or not only_finished
+            slot = serial % numbers.steps
+            rows = steps_ahead(numbers, lane, slot) + 1
+            if not steps_since(numbers, lane, slot) and (
+                has_ended(numbers, lane, slot) or not only_finished
             ):
-                store(first + 8 * found, slot * of.lanes + lane, np.int64)
-                store(length + 8 * found, rows, np.int64)
-                found += 1
+                store(first + 8 * count, slot * numbers.lanes + lane, np.int64)
+                store(length + 8 * count, rows, np.int64)
+                count += 1
             serial += rows
-    return found
+    return count
 
 
 @inlined
@@ -173,14 +178,14 @@ def _ends(record, row):
 
 @inlined
 def _id_of(record, row):
-    at = row + record.id_offset
+    id_address = row + record.id_offset
     if record.id_size == 8:
-        return load(at, np.int64)
+        return load(id_address, np.int64)
     if record.id_size == 4:
-        return np.int64(load(at, np.int32))
+        return np.int64(load(id_address, np.int32))
     if record.id_size == 2:
-        return np.int64(load(at, np.int16))
-    return np.int64(load(at, np.int8)) if record.id_size else np.int64(0)
+        return np.int64(load(id_address, np.int16))
+    return np.int64(load(id_address, np.int8)) if record.id_size else np.int64(0)
 
 
 @inlined
@@ -189,9 +194,9 @@ def _row(record, lane, slot):
 
 
 @inlined
-def _put(at, back, left):
-    store(at, np.int32(back), np.int32)
-    store(at + _LEFT, np.int32(left), np.int32)
+def _put(address, back, left):
+    store(address, np.int32(back), np.int32)
+    store(address + _LEFT, np.int32(left), np.int32)
 
 
 @kernel
@@ -218,17 +223,17 @@ def note(record, lane, first, count, skips):
     whether the rows just before ``first`` have never been stored.
     """
     follows = record.following + 8 * lane
-    back, name = (
+    back, id_before = (
         load(follows, np.int64),
         load(follows + 8 * record.lanes * ID, np.int64),
     )
     slot, oldest = first % record.steps, load(record.tail + 8 * lane, np.int64)
     if skips:
-        back, name, oldest = MOST, _id_of(record, _row(record, lane, slot)), first
+        back, id_before, oldest = MOST, _id_of(record, _row(record, lane, slot)), first
     for serial in range(first, first + count):
         row = _row(record, lane, slot)
-        own = _id_of(record, row)
-        if back < 0 or (back > 0 and own != name):
+        traj_id = _id_of(record, row)
+        if back < 0 or (back > 0 and traj_id != id_before):
             _close(record, lane, oldest, serial)
             back = min(back, np.int64(0))
         _put(
@@ -236,29 +241,31 @@ def note(record, lane, first, count, skips):
             BREAK if back < 0 else back,
             0,
         )
-        name, back = own, min(max(back, np.int64(0)) + 1, MOST)
+        id_before, back = traj_id, min(max(back, np.int64(0)) + 1, MOST)
         if _ends(record, row):
             _close(record, lane, oldest, serial + 1)
             back = np.int64(0)
         slot = slot + 1 if slot + 1 < record.steps else np.int64(0)
     after = record.following_after + 8 * lane
     store(after, back, np.int64)
-    store(after + 8 * record.lanes * ID, name, np.int64)
+    store(after + 8 * record.lanes * ID, id_before, np.int64)
 
 
 @kernel
-def note_rows(address, count, rows):
-    """Note new rows; ``rows``, the address of int64 ``[4, count]``, has the other
-    arguments of `note`."""
-    record, of = record_at(address), carray(pointer(rows), (4, count), np.int64)
-    for i in range(count):
-        note(record, of[0, i], of[1, i], of[2, i], of[3, i] != 0)
+def note_rows(address, serials):
+    """Note the new rows of a write; ``serials`` is the address of those that
+    :func:`rlbuf_td.kernels.episodes.lanes_of_write` describes."""
+    record = record_at(address)
+    _, written, noted = carray(pointer(serials), (3, record.lanes), np.int64)
+    for lane in range(record.lanes):
+        first = max(noted[lane], written[lane] - record.steps)
+        if first < written[lane]:
+            note(record, lane, first, written[lane] - first, first > noted[lane])
 
 
 @kernel
 def build(address):
-    """Implement :func:`rlbuf_td.kernels.episodes.note_` for rows that have been
-    noted."""
+    """Implement :func:`rlbuf_td.kernels.episodes.note_` for all stored rows."""
     record = record_at(address)
     for lane in range(record.lanes):
         follows = record.following + 8 * lane
@@ -268,7 +275,7 @@ def build(address):
         )
         if tail == written:
             continue
-        lane_at, slot, back, name, ended = (
+        lane_at, slot, back, id_before, ended = (
             record.numbers + 8 * lane * record.steps,
             tail % record.steps,
             0,
@@ -276,20 +283,20 @@ def build(address):
             False,
         )
         for serial in range(tail, written):
-            at, row = lane_at + 8 * slot, _row(record, lane, slot)
-            old, own = np.int64(load(at, np.int32)), _id_of(record, row)
+            row_numbers, row = lane_at + 8 * slot, _row(record, lane, slot)
+            old, traj_id = np.int64(load(row_numbers, np.int32)), _id_of(record, row)
             if serial == tail:
                 back = min(old & STEPS, MOST)
-            elif old < 0 or ended or own != name:
+            elif old < 0 or ended or traj_id != id_before:
                 _close(record, lane, tail, serial)
                 back = np.int64(0)
             else:
                 back = min(back + 1, MOST)
-            _put(at, BREAK if old < 0 else back, 0)
-            name, ended = own, _ends(record, row)
+            _put(row_numbers, BREAK if old < 0 else back, 0)
+            id_before, ended = traj_id, _ends(record, row)
             slot = slot + 1 if slot + 1 < record.steps else np.int64(0)
         if ended:
             _close(record, lane, tail, written)
-        store(follows + 8 * record.lanes * ID, name, np.int64)
+        store(follows + 8 * record.lanes * ID, id_before, np.int64)
         if load(follows, np.int64) >= 0:
             store(follows, np.int64(0) if ended else min(back + 1, MOST), np.int64)

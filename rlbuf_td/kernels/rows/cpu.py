@@ -16,12 +16,12 @@ _mincore = types.ExternalFunction(
 def is_absent(base, stride, cells, count):
     """Whether one of about ``_SAMPLED`` rows in ``cells`` is not in memory and must be
     read from the disk."""
-    found = np.zeros(1, np.uint8)
+    pages = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):
         page = (base + load(cells + 8 * i, np.int64) * stride) // _PAGE * _PAGE
-        found[0] = 1
-        _mincore(page, np.int64(_PAGE), np.int64(found.ctypes.data))
-        if load(np.int64(found.ctypes.data), np.uint8) & 1 == 0:
+        pages[0] = 1
+        _mincore(page, np.int64(_PAGE), np.int64(pages.ctypes.data))
+        if load(np.int64(pages.ctypes.data), np.uint8) & 1 == 0:
             return True
     return False

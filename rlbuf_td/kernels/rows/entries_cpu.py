@@ -306,8 +306,8 @@ def _put(stored, group, data, row, ends):
 
 
 @inlined
-def _find_ends(stored, group, ends, lane, head, more):
-    """Look up the ends of a lane; ``more`` rows are written to it, and replace its
+def _find_ends(stored, group, ends, lane, head, new_rows):
+    """Look up the ends of a lane; ``new_rows`` rows are written to it, and replace its
     oldest ones."""
     steps, written = (
         stored.total // stored.lanes,
@@ -319,7 +319,7 @@ def _find_ends(stored, group, ends, lane, head, more):
     if live:
         name = load(_names_of(stored, group, row) + 4 * (group.names - 1), np.int32)
         store(ends + _NEWEST, np.int64(name), np.int64)
-    kept = min(live, steps - more)
+    kept = min(live, steps - new_rows)
     if kept > 0:
         oldest = (written - kept) % steps * stored.lanes + lane
         store(
@@ -343,7 +343,7 @@ def _expect_ends(group, ends):
 
 @kernel
 def _write_group(stored, group, leaves, head, cells, count, lane_counts, ends):
-    """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and
+    """Implement :func:`write` for a group; ``lane_counts`` counts the rows of each lane, and
     ``ends`` is memory for them."""
     ends_at = address_of(ends)
     for lane in range(stored.lanes):

@@ -78,7 +78,7 @@ class DedupRows(Rows):
             self.entries.ask_for(asked)
 
     def at_region(self, index: object) -> TensorDict:
-        found = super().at_region(index)
+        region = super().at_region(index)
         # True is a mask
         is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)
         if is_step and -self.steps <= index < self.steps:
@@ -86,8 +86,8 @@ class DedupRows(Rows):
         else:
             cells = self.cells_of(index)
         for key in self.dedup.deduplicated:
-            found.set(key, self.column_at(key, cells))
-        return found
+            region.set(key, self.column_at(key, cells))
+        return region
 
     def column(self, path: tuple[str, ...]) -> Any:
         if path in self.dedup.deduplicated:
