@@ -514,7 +514,8 @@ class Client:
         The first rows that a shard stores fix the keys, dtypes and shapes of the rows
         in all shards. If a shard refuses rows after this call has returned, the next
         write or :meth:`synchronize` raises its error, and the rows of that write have
-        not been sent. Flow control counts no rows that are refused or lost.
+        not been sent. Flow control counts no rows that are refused or lost; of a client
+        that is killed in this call, it may go on counting the rows of this write.
 
         Raises:
             SchemaError: the data does not match earlier rows of this client or of the

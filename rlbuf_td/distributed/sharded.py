@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.storages.checks import State, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
-_POLL = 0.002  # seconds between two questions whether flow control admits a call
 _STORE = "rlbuf_td"  # the namespace of keys in Ray's key-value store
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # of the manifest of a dump
 
@@ -524,6 +522,7 @@ class Limiter(FlowControl):
     ) -> None:
         super().__init__(samples_per_insert, min_size, tolerance)
         self._incarnation = time.time_ns()
+        self._changed = asyncio.Event()  # the counts, since a call began to wait
         rows = count_rows()
         if rows is not None:
             self.restart(rows)
@@ -539,19 +538,20 @@ class Limiter(FlowControl):
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> Admission:
         """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise
         RuntimeError instead."""
+        admit = partial(self.admit_sample, rows)
+        reason = partial(self.why_no_batch, rows)
         if wait:
-            reason = partial(self.why_no_batch, rows)
-            await self._until(
-                partial(self.admit_sample, rows), timeout, reason, of_sample=True
-            )
-        elif not self.admit_sample(rows):
-            raise RuntimeError(not_now(rows, self.why_no_batch(rows)))
-        return Admission(self.epoch, self.inserted)
+            await self._until(admit, timeout, reason, of_sample=True)
+        elif not admit():
+            raise RuntimeError(not_now(rows, reason()))
+        return self._admitted()
 
     async def insert(self, rows: int) -> Admission:
         """Wait until a write of ``rows`` rows is admitted."""
-        await self._until(partial(self.admit_insert, rows), None, str, of_sample=False)
-        return Admission(self.epoch, self.inserted)
+        admit = partial(self.admit_insert, rows)
+        reason = partial(self.why_no_write, rows)
+        await self._until(admit, None, reason, of_sample=False)
+        return self._admitted()
 
     async def _until(
         self,
@@ -561,16 +561,41 @@ class Limiter(FlowControl):
         *,
         of_sample: bool,
     ) -> None:
-        deadline = inf if timeout is None else time.monotonic() + timeout
+        """Wait until ``admit()`` returns True, for at most ``timeout`` seconds."""
         if admit():
             return
         self.count_wait(of_sample=of_sample)
+        # a larger batch or write than any before raises the tolerance for others
+        self._changed.set()
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not admit():
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"waited for {timeout:.3g} seconds: {reason()}")
-            await asyncio.sleep(_POLL)
+            self._changed.clear()
+            seconds = None if deadline is None else deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._changed.wait(), seconds)
+            except asyncio.TimeoutError:
+                message = f"waited for {timeout:.3g} seconds: {reason()}"
+                raise TimeoutError(message) from None
 
-    async def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
+    def _admitted(self) -> Admission:
+        self._changed.set()
+        return Admission(self.epoch, self.inserted)
+
+    # Whatever changes the counts wakes the calls that wait.
+
+    def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
+        super().take_back(epoch, sampled=sampled, inserted=inserted)
+        self._changed.set()
+
+    def restart(self, rows: int) -> None:
+        super().restart(rows)
+        self._changed.set()
+
+    def restore(self, state: State | None, rows: int) -> None:
+        super().restore(state, rows)
+        self._changed.set()
+
+    def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
         """Take back a batch of ``sampled`` rows, because all shards are empty; restart
         the counts.
 
