@@ -243,15 +243,20 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
         ) from error
 
 
-def paths_of(schema: TensorDict, observation_space: Space) -> tuple[Paths, Paths]:
-    """Return the paths of an observation and of an action in transitions like
-    ``schema``."""
-    whole = not isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
-    after = [
-        key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS
-    ]
-    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
-    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
+def parts_of_step(schema: TensorDict, observation_space: Space) -> dict[str, Paths]:
+    """Return the paths of an observation, an action and a next observation in
+    transitions like ``schema``."""
+    keys = [key for key, _ in walk(schema)]
+    actions = [key for key in keys if key[0] == ACTION]
+    observed = [key[1:] for key in keys if key[0] == "next" and key not in _RESULTS]
+    # the entries of a Dict lie at the root
+    has_keys = isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
+    observation = [(key, key if has_keys else key[1:]) for key in observed]
+    return {
+        "observation": observation,
+        "action": [(key, key[1:]) for key in actions],
+        "next": after_step(observation),
+    }
 
 
 def after_step(paths: Paths) -> Paths:

@@ -329,8 +329,8 @@ BREAKS = [
     Break(
         "a dump lacks the state of the generator",
         "checkpoint/buffer.py",
-        '"_rng": None\n        if generator is None\n',
-        '"_rng": None\n        if True\n',
+        "    if generator is not None:\n        state",
+        "    if False:\n        state",
         "tests/test_goes_on.py -k dump",
     ),
     Break(
