@@ -285,10 +285,11 @@ def _restore_settings(rb: ReplayBuffer, state: State) -> None:
     restore_generator(rb, state.get("_rng"))
 
 
-def _refuse_other_tensors(own: State, saved: State) -> None:
+def _refuse_other_tensors(current: State, saved: State) -> None:
     """Raise a ValueError if the saved transforms have other tensors than the buffer's
     own."""
-    kinds, saved_kinds = _kinds_of(own), _kinds_of(saved)
+    kinds = _kinds_of(current)
+    saved_kinds = _kinds_of(saved)
     if kinds != saved_kinds:
         raise ValueError(
             f"the saved transforms have the tensors {saved_kinds}, those of this buffer {kinds}: make it with the same "
@@ -337,7 +338,8 @@ def restore_generator(rb: ReplayBuffer, saved: tuple[object, str] | None) -> Non
     if saved is None:
         return
     state, device = saved
-    generator, current = _generator(state, device), generator_of(rb)
+    generator = _generator(state, device)
+    current = generator_of(rb)
     if generator is None:
         warnings.warn(
             f"the dump's generator is on {device}, which is not available: it was not restored",

@@ -149,7 +149,8 @@ class DumpWriter:
         self.previous = self._previous()
         (path / DATA).mkdir(exist_ok=True)
         # chunks of the previous dump, and those of this one: compared or written
-        self._kept, self._own = self.clean(), set[str]()
+        self._kept = self.clean()
+        self._own = set[str]()
         self._lock = Lock()
 
     def _previous(self) -> Dump | None:
@@ -210,7 +211,8 @@ class DumpWriter:
     def clean(self) -> set[str]:
         """Delete the files that the manifest does not list, such as those of an
         interrupted dump; return the others."""
-        dump, kept = self._previous(), set()
+        dump = self._previous()
+        kept = set()
         listed = {match[0] for match in _CHUNK.finditer(dump.text)} if dump else ()
         for file in (self.path / DATA).iterdir():
             named = _CHUNK.fullmatch(file.name)
@@ -285,7 +287,8 @@ def _encode(
     if isinstance(value, list | tuple):
         return [_encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
     if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
-        if wrong := [key for key in value if type(key) is not str or key == _TENSOR]:
+        wrong = [key for key in value if type(key) is not str or key == _TENSOR]
+        if wrong:
             raise CheckpointError(
                 f"{where} has the key {wrong[0]!r}: keys in a dump are strings other than {_TENSOR}"
             )
@@ -393,11 +396,9 @@ class SavedTensor:
             raise CheckpointError(
                 "the manifest gives a size that is not a whole number"
             )
-        self.dtype, self.shape, self.nbytes = (
-            dtype,
-            torch.Size(shape),
-            math.prod(shape) * dtype.itemsize,
-        )
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
+        self.nbytes = math.prod(shape) * dtype.itemsize
         if self.nbytes != sum(nbytes for _, nbytes in self._chunks):
             raise CheckpointError(
                 f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}"
@@ -586,7 +587,8 @@ def new_folder(path: Path, kind: str, last: object, members: Collection[str]) ->
     folder.mkdir(parents=True)
     for name in members if is_folder(last) else ():
         with suppress(OSError):  # a new member, or a file system without hard links
-            before, ignored = path / str(last) / name, shutil.ignore_patterns(".lock")
+            before = path / str(last) / name
+            ignored = shutil.ignore_patterns(".lock")
             shutil.copytree(
                 before, folder / name, copy_function=os.link, ignore=ignored
             )

@@ -115,7 +115,8 @@ class EpisodeStats:
         done_key: NestedKey = ("next", "done"),
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
-        window, history = whole(1)("window", window), whole(1)("history", history)
+        window = whole(1)("window", window)
+        history = whole(1)("history", history)
         how = (
             keys
             if isinstance(keys, Mapping)
@@ -126,12 +127,14 @@ class EpisodeStats:
                 f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}"
             )
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
-        self._trajectory_key, done = as_tuple(trajectory_key), as_tuple(done_key)
+        self._trajectory_key = as_tuple(trajectory_key)
+        done = as_tuple(done_key)
         self._flags = flags = [
             done,
             *((*done[:-1], name) for name in ("terminated", "truncated")),
         ]
-        others, reason_keys = [*map(as_tuple, how)], [*map(as_tuple, reasons)]
+        others = [*map(as_tuple, how)]
+        reason_keys = [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
         self._columns += [
             (key, torch.float64) for key in (as_tuple(reward_key), *others)
@@ -152,7 +155,8 @@ class EpisodeStats:
 
     def reset(self) -> None:
         """Forget all episodes, finished or not."""
-        metrics, reasons = len(self._reduction), len(self.reasons)
+        metrics = len(self._reduction)
+        reasons = len(self.reasons)
         self._is_double = np.zeros(metrics, np.bool_)
         self._inputs = np.zeros(2 + metrics + reasons, np.int64)
         self._records = np.zeros((self._rows, 1 + len(self.metrics)))
@@ -192,21 +196,18 @@ class EpisodeStats:
         :meth:`update`."""
         size = data.batch_size
         if time_dim is None:
-            shape, strides = (1, prod(size)), (0, 1)
+            shape = (1, prod(size))
+            strides = (0, 1)
         elif not -len(size) <= time_dim < len(size):
             raise ValueError(
                 f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None"
             )
         else:
             time_dim %= len(size)
-            steps, lanes = (
-                size[time_dim],
-                prod(size[:time_dim]) * prod(size[time_dim + 1 :]),
-            )
-            shape, strides = (
-                (steps, lanes),
-                ((lanes, 1) if time_dim == 0 else (1, steps)),
-            )
+            steps = size[time_dim]
+            lanes = prod(size[:time_dim]) * prod(size[time_dim + 1 :])
+            shape = (steps, lanes)
+            strides = (lanes, 1) if time_dim == 0 else (1, steps)
             if 0 < time_dim < len(size) - 1:
                 data = data.permute(
                     *(d for d in range(len(size)) if d != time_dim), time_dim
@@ -239,16 +240,16 @@ class EpisodeStats:
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        done, terminated, truncated = (
-            None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags
-        )
-        known = [x for x in (done, terminated, truncated) if x is not None]
-        is_own = key == self._flags[0] and not may_be_missing(key, DONE_KEY)
-        if key not in self._flags or is_own or not known:
+        leaves = [leaf_of(data, flag) for flag in self._flags]
+        flags = [None if leaf is None else leaf.bool() for leaf in leaves]
+        done, terminated, truncated = flags
+        present = [flag for flag in flags if flag is not None]
+        is_required = key == self._flags[0] and not may_be_missing(key, DONE_KEY)
+        if key not in self._flags or is_required or not present:
             raise KeyError(
                 f"no {show_key(key)} in the data: EpisodeStats needs one per step"
             )
-        ended = known[0] | known[-1] if done is None else done
+        ended = present[0] | present[-1] if done is None else done
         if key == self._flags[0]:
             return ended
         is_truncation = key == self._flags[2]

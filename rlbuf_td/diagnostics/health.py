@@ -149,10 +149,8 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
             if storage.ndim == 1
             else index.reshape(-1, index.shape[-1])
         )
-    flat, lanes = (
-        flat_rows(index, storage, device_of(storage)),
-        lanes_of(storage).numel(),
-    )
+    flat = flat_rows(index, storage, device_of(storage))
+    lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
     if isinstance(storage, PackedStorage) and stand_apart(storage):
         return storage.ring.reach(flat)[1]
@@ -162,7 +160,8 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers
     of unknown classes."""
-    sampler, rows = unwrapped(sampler), row_count(storage)
+    sampler = unwrapped(sampler)
+    rows = row_count(storage)
     index = written_rows(storage)
     if isinstance(sampler, Prioritized | RecencySampler | UniformSampler):
         return sampler.probability(index, storage=storage)

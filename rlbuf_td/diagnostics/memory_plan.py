@@ -107,10 +107,8 @@ class MemoryPlan:
         fits."""
         if self.fits:
             return ""
-        largest, ways = (
-            self.leaves[0],
-            [f"use a capacity of at most {self.most_rows:,}"],
-        )
+        largest = self.leaves[0]
+        ways = [f"use a capacity of at most {self.most_rows:,}"]
         if not self.place.place.startswith("disk"):
             ways.append("keep the rows in a file, on the CPU: scratch_dir=...")
         ways.append(
@@ -241,11 +239,13 @@ def plan(
         shared = shared or getattr(source, "shared", False)
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
-        dedup, source = getattr(source, "dedup", None), _time_step(source)
+        dedup = getattr(source, "dedup", None)
+        source = _time_step(source)
     capacity = whole(1)("capacity", capacity)
     device = torch.device("cpu" if device in (None, "auto") else device)
     schema = schema_of(source)
-    layout, lanes = RowLayout(schema, schema.ndim), schema.numel()
+    layout = RowLayout(schema, schema.ndim)
+    lanes = schema.numel()
     if dedup is None or share_next or frames:
         dedup = DedupLayout.chosen_for(layout, DedupOptions.of(share_next, frames))
     steps = -(-capacity // lanes)
@@ -294,7 +294,8 @@ def _time_step(storage: Storage) -> TensorDictBase:
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
             )
         )
-    if (rows := stored_rows(storage)) is None:
+    rows = stored_rows(storage)
+    if rows is None:
         unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
         raise TypeError(
             f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition"

@@ -351,7 +351,8 @@ class Client:
         )
         handles = [_NO_HANDLES] + [handles for handles, _ in self._errors]
         errors = [_NO_ERRORS] + [errors for _, errors in self._errors]
-        all_handles, all_errors = np.concatenate(handles), np.concatenate(errors)
+        all_handles = np.concatenate(handles)
+        all_errors = np.concatenate(errors)
         self._errors.clear()
         requests = {}
         for shard in {*fractions, *np.unique(all_handles[:, SHARD]).tolist()}:
@@ -427,7 +428,8 @@ class Client:
         spec = self.spec
         if not spec.is_prioritized:
             return
-        td_error, index = data.get(spec.priority_key, None), data.get("index", None)
+        td_error = data.get(spec.priority_key, None)
+        index = data.get("index", None)
         if td_error is None or index is None:
             missing = spec.priority_key if td_error is None else "index"
             raise KeyError(
@@ -446,7 +448,8 @@ class Client:
     def _checked(self, index: Tensor, rows: int) -> Tensor:
         """Return the index of a batch as ``[rows, 4]``; ValueError if it does not name
         rows of the shards."""
-        shape, shards = tuple(index.shape), len(self.links.handles)
+        shape = tuple(index.shape)
+        shards = len(self.links.handles)
         index = index.cpu().reshape(-1, shape[-1] if shape else 1)
         if index.shape != (rows, 4) or index.dtype is not torch.int64:
             kind = str(index.dtype).removeprefix("torch.")

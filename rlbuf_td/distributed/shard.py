@@ -293,11 +293,14 @@ class Shard:
 
     def report(self) -> Report:
         rows = len(self.storage)
-        mass, smallest, largest = float(rows), 1.0 if rows else inf, -1.0
+        mass = float(rows)
+        smallest = 1.0 if rows else inf
+        largest = -1.0
         if self._prioritized is not None:
             self._prioritized.rule.refresh_weights()
             tree = self._prioritized.rule.table
-            mass, smallest = float(tree.total), float(tree.smallest)
+            mass = float(tree.total)
+            smallest = float(tree.smallest)
             largest = float(self._prioritized.priorities.largest)
         return Report(
             incarnation=self.incarnation,
@@ -466,7 +469,8 @@ class Shard:
         is_current = request.handles[:, INCARNATION] == self.incarnation
         self._stale += int((~is_current).sum())
         handles = torch.from_numpy(request.handles[is_current])
-        flat, stamp = handles[:, ROW].contiguous(), handles[:, STAMP].contiguous()
+        flat = handles[:, ROW].contiguous()
+        stamp = handles[:, STAMP].contiguous()
         errors = torch.from_numpy(request.errors[is_current])
         self.buffer._update_sampled(Update(flat, errors, stamp))
 
@@ -538,7 +542,8 @@ def _extend_by(
     ``last`` of all in order."""
     begin = 0  # of the dump, in all steps
     for folder, steps in dumps:
-        low, high = max(first - begin, 0), min(last - begin, steps)
+        low = max(first - begin, 0)
+        high = min(last - begin, steps)
         begin += steps
         if low < high:
             _extend_by_dump(buffer, folder, steps, range(low, high))

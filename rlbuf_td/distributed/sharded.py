@@ -429,7 +429,8 @@ class ShardedReplayBuffer(Client):
     def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
         """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError
         if it has too little room."""
-        count, total = len(self.links.handles), sum(manifest.steps)
+        count = len(self.links.handles)
+        total = sum(manifest.steps)
         dumps = [*zip(manifest.folders(path), manifest.steps, strict=True)]
         if len(dumps) == count:
             return {shard: ([dump],) for shard, dump in enumerate(dumps)}

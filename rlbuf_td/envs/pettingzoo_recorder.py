@@ -309,7 +309,8 @@ class PettingZooRecorder(Recorder):
         agent = group.agents[number]
         key = ("next", group.name, "reward")
         fill_(self._rows[key][e, number, 0, ...], rewards[agent], key)
-        is_terminated, is_truncated = bool(terminated[agent]), bool(truncated[agent])
+        is_terminated = bool(terminated[agent])
+        is_truncated = bool(truncated[agent])
         _refuse_loss(
             agent,
             goes_on=agent in self.envs[e].agents,

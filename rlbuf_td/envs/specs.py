@@ -365,7 +365,8 @@ def turns_schema(env: AECEnv, agents: list[str]) -> TensorDict:
     remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
     schema = transition_schema(*_spaces_of(env, agents, remedy), len(agents))
     for part in (schema, schema.get("next")):
-        if isinstance(mask := part.get(ACTION_MASK, None), torch.Tensor):
+        mask = part.get(ACTION_MASK, None)
+        if isinstance(mask, torch.Tensor):
             part.set(ACTION_MASK, torch.empty_like(mask, dtype=torch.bool))
     return schema
 

@@ -174,10 +174,8 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
 def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
     if np.can_cast(array.dtype, dtype, "same_kind"):
         if not _is_below(array, _EXACT.get(dtype, 127)):
-            values, expected = (
-                tensors_of(array.reshape(-1), *key),
-                torch.from_numpy(np.empty(0, dtype)).dtype,
-            )
+            values = tensors_of(array.reshape(-1), *key)
+            expected = torch.from_numpy(np.empty(0, dtype)).dtype
             refuse_rounding(key, values, expected, _WIDER.format(show_key(key)))
             with np.errstate(over="ignore"):  # beyond the dtype: infinite, as in torch
                 return array.astype(dtype)

@@ -90,7 +90,8 @@ def as_transition(step: GymnasiumStep) -> TensorDict:
         "truncated": _flag(step.truncated, "truncated"),
     }
     lanes = flags["terminated"].shape
-    if (shape := flags["truncated"].shape) != lanes:
+    shape = flags["truncated"].shape
+    if shape != lanes:
         raise SchemaError(
             f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}"
         )

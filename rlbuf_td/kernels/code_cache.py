@@ -110,10 +110,8 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
-        path, self._file_name = (
-            _locator().get_cache_path(),
-            f"{function.__module__}.{self._impl.filename_base}",
-        )
+        path = _locator().get_cache_path()
+        self._file_name = f"{function.__module__}.{self._impl.filename_base}"
         self._impl._locator, self._cache_path = _locator(), path
         self._cache_file = IndexDataCacheFile(path, self._file_name, _digest())
         # by process: a forked one cannot take its parent's

@@ -175,7 +175,8 @@ def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
     The unit is the mean change within trajectories. A median that is usual within
     trajectories becomes 0.
     """
-    inside, ends = _spread(record.inside), _spread(where)
+    inside = _spread(record.inside)
+    ends = _spread(where)
     if not len(inside):
         return 0.0, 0.0
     following = (ends + 1) % record.rows

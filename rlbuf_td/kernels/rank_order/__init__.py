@@ -98,7 +98,8 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
     """Return for each ``value`` the rank ``r`` with ``H_(r-1) <= value < H_r`` (int64,
     at most ``rows``)."""
     in_head = torch.searchsorted(law.head, value, right=True) + 1
-    y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
+    y = (value - law.shift).clamp(min=0.0)
+    bend = 1.0 - law.alpha
     if bend:
         y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
     # Clamped before the conversion to integers, because rounding may lead past the last
@@ -115,7 +116,8 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
 def _primitive(alpha: float, x: Tensor) -> Tensor:
     """Return the integral of ``t^-alpha`` from 1 to ``x``, plus the Euler-Maclaurin
     correction."""
-    bend, y = 1.0 - alpha, torch.log(x)
+    bend = 1.0 - alpha
+    y = torch.log(x)
     return (torch.expm1(bend * y) / bend if bend else y) + alpha / 24.0 * x.pow(
         -alpha - 1.0
     )
@@ -137,10 +139,8 @@ class SortedOrder:
 
     def __init__(self, magnitude: Tensor) -> None:
         #: With an element more, which `write_magnitudes` needs.
-        self.magnitude, self._is_sorted = (
-            torch.cat((magnitude, magnitude.new_full((1,), -1.0))),
-            False,
-        )
+        self.magnitude = torch.cat((magnitude, magnitude.new_full((1,), -1.0)))
+        self._is_sorted = False
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
         with outside_inference_mode():
@@ -187,7 +187,8 @@ class SortedOrder:
         ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
         # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has
         # the largest weight.
-        power, last = law.alpha * beta, ranks.max() if norm == "batch" else rows
+        power = law.alpha * beta
+        last = ranks.max() if norm == "batch" else rows
         weight = (ranks.to(torch.float64) / last).pow(power)
         if norm is None:
             weight = weight * (
@@ -342,10 +343,12 @@ class ChunkedOrder:
             )
 
     def ranks_of(self, index: Tensor) -> Tensor:
-        last, index = len(self.magnitude) - 1, index.contiguous()
+        last = len(self.magnitude) - 1
+        index = index.contiguous()
         ranks = torch.empty(index.shape, dtype=torch.int64, device="cpu")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) <= last:
-            low, high = int(index.min()), int(index.max())
+            low = int(index.min())
+            high = int(index.max())
             raise IndexError(
                 f"row {low if low < 0 else high} is out of range: rows are 0 to {last}"
             )
@@ -366,12 +369,14 @@ class ChunkedOrder:
         head, bits, keys, first, chunk, size, before = (
             self.tensors[name].numpy() for name in _NAMES
         )
-        used, rows = int(head[USED]), np.flatnonzero(bits >= 0)
+        used = int(head[USED])
+        rows = np.flatnonzero(bits >= 0)
         stored = np.concatenate(
             [keys[c, :n] for c, n in zip(chunk[:used], size[:used], strict=True)]
         )
         ends = size[:used].cumsum()
-        bounds, begins = np.append(first[:used], NO_KEY), ends - size[:used]
+        bounds = np.append(first[:used], NO_KEY)
+        begins = ends - size[:used]
         position = np.repeat(np.arange(used), size[:used])
         faults = {
             "the number of rows": len(rows) != head[ROWS],
@@ -393,7 +398,8 @@ class ChunkedOrder:
                 np.append(first[used:], before[used:]) == NO_KEY
             ).all(),
         }
-        if wrong := [name for name, is_wrong in faults.items() if is_wrong]:
+        wrong = [name for name, is_wrong in faults.items() if is_wrong]
+        if wrong:
             raise AssertionError(f"wrong in a rank order: {', '.join(wrong)}")
 
     def __getstate__(self) -> dict[str, Tensor | dict[str, Tensor]]:

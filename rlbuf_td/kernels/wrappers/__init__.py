@@ -43,7 +43,8 @@ def choose_goals(spans: Spans, uniform: Tensor, law: Law) -> tuple[Tensor, Tenso
     The steps are 0 for rows that keep their goal, or get that of a ``random`` row.
     """
     back, ahead, ended, _ = spans
-    strategy, where = torch.full_like(back, len(STRATEGIES)), torch.zeros_like(uniform)
+    strategy = torch.full_like(back, len(STRATEGIES))
+    where = torch.zeros_like(uniform)
     for number, (begin, end) in reversed(
         [*enumerate(pairwise((0.0, *law.thresholds)))]
     ):
@@ -149,11 +150,9 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask``
     must be contiguous.
     """
-    dtype, rows, is_on_host = (
-        target.dtype,
-        target.shape[0],
-        backend_of(target) == "numba",
-    )
+    dtype = target.dtype
+    rows = target.shape[0]
+    is_on_host = backend_of(target) == "numba"
     if (
         (dtype is torch.float32 or dtype is torch.float64)
         and target.numel() == rows
