@@ -378,35 +378,22 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         )
     last, storage, sampler = getattr(rb, "last_draw", None), rb.storage, rb.sampler
     report = health(storage, sampler, rb.writer, last)
-    draws = list[Callable[[Axes], None]]()
-    if last is not None and (age := ages(storage, rb.writer, last)) is not None:
-        draws.append(
-            partial(
-                _draw_ages,
-                age=_numbers_of(age),
-                steps=len(storage) // lanes_of(storage).numel(),
-            )
-        )
-    if last is not None and last.weight is not None:
-        draws.append(
-            partial(
-                _draw_weights,
-                weight=_numbers_of(last.weight),
-                share=report["effective_share"],
-            )
-        )
+    draws: list[Callable[[Axes], None]] = []
+    age = None if last is None else ages(storage, rb.writer, last)
+    if age is not None:
+        steps = len(storage) // lanes_of(storage).numel()
+        draws.append(partial(_draw_ages, age=_numbers_of(age), steps=steps))
+    weight = None if last is None else last.weight
+    if weight is not None:
+        share = report["effective_share"]
+        draws.append(partial(_draw_weights, weight=_numbers_of(weight), share=share))
     magnitude = priorities(storage, sampler)
     if magnitude is not None and len(magnitude):
         draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
-    if (
-        "top_mass" in report
-        and (probability := probabilities(storage, sampler)) is not None
-    ):
-        draws.append(
-            partial(
-                _draw_mass, probability=_numbers_of(probability), top=report["top_mass"]
-            )
-        )
+    if "top_mass" in report:
+        probability = _numbers_of(probabilities(storage, sampler))
+        top = report["top_mass"]
+        draws.append(partial(_draw_mass, probability=probability, top=top))
     if not draws:
         raise RuntimeError(
             "there is no health to plot: no rows, or no batch, and the sampler has no priorities"
