@@ -390,10 +390,10 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     magnitude = priorities(storage, sampler)
     if magnitude is not None and len(magnitude):
         draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
-    if "top_mass" in report:
-        probability = _numbers_of(probabilities(storage, sampler))
-        top = report["top_mass"]
-        draws.append(partial(_draw_mass, probability=probability, top=top))
+    probability = probabilities(storage, sampler) if "top_mass" in report else None
+    if probability is not None:
+        numbers, top = _numbers_of(probability), report["top_mass"]
+        draws.append(partial(_draw_mass, probability=numbers, top=top))
     if not draws:
         raise RuntimeError(
             "there is no health to plot: no rows, or no batch, and the sampler has no priorities"

@@ -103,7 +103,11 @@ class Batches:
         )
         self.cells = self.draws
         if spec.windows is not None:
-            cells = {shard: part.cells.T for shard, part in drawn.items()}
+            cells = {
+                shard: part.cells.T
+                for shard, part in drawn.items()
+                if part.cells is not None
+            }
             self.cells = _handles(answers, cells)
         if spec.is_prioritized:
             self.probability, self.least, self.live = probabilities(answers, known)

@@ -28,7 +28,7 @@ LEAST_RATIO = 2.0**-126  # lower bound of the ratio of two importance weights
 _GOLDEN = 0.6180339887498949
 
 
-class DrawLaw(NamedTuple):
+class Stratification(NamedTuple):
     """How a compiled loop spreads draws over the segments, and weighs the drawn
     rows."""
 
@@ -59,14 +59,14 @@ def step_of(batch: int, stratified: bool) -> int:
 _known_step_of = cache(step_of)
 
 
-def law_of(
+def stratification_of(
     batch: int, stratified: bool, beta: float | Tensor, norm: str | None
-) -> DrawLaw:
+) -> Stratification:
     """Return how a compiled loop draws; the arguments are those of
     :func:`rlbuf_td.kernels.sum_tree.draw`."""
     law = _known_step_of(batch, stratified), float(beta), NORMS[norm]
     # without a call more
-    return tuple.__new__(DrawLaw, law)  # pyrefly: ignore [bad-specialization]
+    return tuple.__new__(Stratification, law)  # pyrefly: ignore [bad-specialization]
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:

@@ -577,7 +577,7 @@ class SequenceSampler(SamplerWrapper):
             window,
             1.0 if self.priority_rule == "max" else self.eta,
         )
-        return anchors, td_error, tuple.__new__(Windows, given)  # pyrefly: ignore [bad-specialization]  # as in law_of
+        return anchors, td_error, tuple.__new__(Windows, given)  # pyrefly: ignore [bad-specialization]  # as in stratification_of
 
     def update_priority(
         self, index: object, priority: object, *, storage: Storage | None = None

@@ -321,8 +321,8 @@ BREAKS = [
     Break(
         "a step that is truncated is not done",
         "envs/transition.py",
-        'after["done"] = after["terminated"] | after["truncated"]',
-        'after["done"] = after["terminated"].clone()',
+        'outcome["done"] = outcome["terminated"] | outcome["truncated"]',
+        'outcome["done"] = outcome["terminated"].clone()',
         "tests/envs/test_gymnasium_recorder.py",
     ),
     # -- checkpoints

@@ -45,7 +45,7 @@ from rlbuf_td.kernels.rank_order import (
     WIDTH,
     Ranks,
 )
-from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, DrawLaw
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, Stratification
 from rlbuf_td.kernels.sum_tree import REFUSED
 
 #: Searches that advance together: enough to overlap cache misses, few enough for the
@@ -207,7 +207,9 @@ def _rank_of_mass(mass, rows, ranks):
 
 
 @kernel
-def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: DrawLaw):
+def draw(
+    order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Stratification
+):
     """Draw rows by rank, and compute importance weights; return False if no row has a
     rank.
 

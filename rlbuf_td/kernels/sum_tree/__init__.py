@@ -39,7 +39,7 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, masses
+from rlbuf_td.kernels.strata import BY_BATCH, Stratification, masses
 from rlbuf_td.kernels.sum_tree.blocks import (
     BlockUpdate,
     Run,
@@ -429,7 +429,7 @@ def draw(
 def launch_draw(
     tree: SumTree,
     batch: int,
-    law: DrawLaw,
+    law: Stratification,
     rows: int,
     *,
     generator: torch.Generator | None,

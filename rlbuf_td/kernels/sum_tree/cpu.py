@@ -23,7 +23,7 @@ from rlbuf_td.kernels.draws.cpu import acceptable, masses
 from rlbuf_td.kernels.strata import (
     BY_BATCH,
     BY_BUFFER,
-    DrawLaw,
+    Stratification,
 )
 from rlbuf_td.kernels.sum_tree import BLOCK, GROUP, LARGEST, REFUSED, SMALLEST, TREE
 
@@ -230,7 +230,7 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @kernel
-def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
+def draw(tree, uniform, rows_at, importance_at, batch, law: Stratification, rows):
     """Implement :func:`rlbuf_td.kernels.sum_tree.draw` for memory at addresses."""
     arrays = _arrays(carray(pointer(tree), 1, TREE))
     mass = carray(pointer(uniform), batch, np.float64)

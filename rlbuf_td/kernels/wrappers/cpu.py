@@ -69,14 +69,14 @@ def steps_to_goal(share, ahead, log_gamma):
 
 
 @inlined
-def choose(numbers, law, live, cell, pick):
+def choose(numbers, distribution, live, cell, pick):
     """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its
     goal; ``pick`` is random.
 
-    ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Of the strategy "random",
+    ``distribution`` is a :class:`rlbuf_td.kernels.wrappers.GoalDistribution`. Of the strategy "random",
     return the number of the row.
     """
-    future, final, episode, random = law.thresholds
+    future, final, episode, random = distribution.thresholds
     if pick >= episode:
         return (
             min(np.int64((pick - episode) / (random - episode) * live), live - 1)
@@ -85,11 +85,11 @@ def choose(numbers, law, live, cell, pick):
         )
     steps, lanes = numbers.steps, numbers.lanes
     t, lane = split(cell, lanes)
-    if law.only_finished and not has_ended(numbers, lane, t):
+    if distribution.only_finished and not has_ended(numbers, lane, t):
         return np.int64(-1)
     ahead = steps_ahead(numbers, lane, t)
     if pick < future:
-        t += steps_to_goal(pick / future, ahead, law.log_gamma)
+        t += steps_to_goal(pick / future, ahead, distribution.log_gamma)
     elif pick < final:
         t += ahead
     else:
@@ -209,7 +209,7 @@ def relabel(
     drawn,
     uniform,
     count,
-    law,
+    distribution,
     live,
     are_cells: bool,
     goals,
@@ -218,11 +218,11 @@ def relabel(
     to address ``relabeled``.
 
     The ``count`` rows at address ``drawn``, each of which is expanded to equally many
-    rows of the batch, have the random numbers at ``uniform``. ``law`` is a
-    :class:`rlbuf_td.kernels.wrappers.Law`. Achieved goals from leaf number ``goals[0]``
-    replace the desired goals in the leaves with the numbers ``goals[1:]``. ``live`` is
-    the number of live rows; ``are_cells``: whether their numbers are their flat
-    indices.
+    rows of the batch, have the random numbers at ``uniform``. ``distribution`` is a
+    :class:`rlbuf_td.kernels.wrappers.GoalDistribution`. Achieved goals from leaf number
+    ``goals[0]`` replace the desired goals in the leaves with the numbers ``goals[1:]``.
+    ``live`` is the number of live rows; ``are_cells``: whether their numbers are their
+    flat indices.
     """
     numbers = numbers_at(episodes)
     batch = batch_at(address)
@@ -236,9 +236,9 @@ def relabel(
     for i in range(count):
         expect(numbers, cell[i])
     for i in range(count):
-        chosen[i] = choose(numbers, law, live, cell[i], pick[i])
+        chosen[i] = choose(numbers, distribution, live, cell[i], pick[i])
         if chosen[i] >= 0:
-            if not are_cells and pick[i] >= law.thresholds[2]:
+            if not are_cells and pick[i] >= distribution.thresholds[2]:
                 chosen[i] = cell_of(numbers, chosen[i])
             prefetch(batch.rows + chosen[i] * batch.row_bytes + offset)
     for i in range(count):
