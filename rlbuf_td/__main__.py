@@ -56,7 +56,11 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="folder for the picture (default: a new one in runs/)"
     )
     doctor = commands["doctor"].add_argument
-    doctor("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
+    doctor(
+        "path",
+        type=Path,
+        help="the folder of the buffer's dumps(path), or of its rows with reopen=True",
+    )
     doctor(
         "--env",
         help="a Gymnasium environment, whose bounds the observations must respect",

@@ -76,7 +76,7 @@ LAWS = catalogue.LAWS | {
 }
 
 
-def law_of(kind: str, model: Model) -> np.ndarray:
+def stratification_of(kind: str, model: Model) -> np.ndarray:
     return np.array(LAWS.get(kind, lambda model: m.proportional(model, 0.7))(model))
 
 
@@ -138,7 +138,11 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
     that come back."""
     world, sampler = make(kind, recipe, ndim, fill, buffer)
     torch.manual_seed(0)
-    model, rows, law = world.model, world.model.rows(), law_of(kind, world.model)
+    model, rows, law = (
+        world.model,
+        world.model.rows(),
+        stratification_of(kind, world.model),
+    )
     place, counts = {row.number: at for at, row in enumerate(rows)}, np.zeros(len(rows))
     for j in range(10):
         batch = world.rb.sample()

@@ -30,6 +30,7 @@ from rlbuf_td.storages.torchrl_parts import (
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
+    from rlbuf_td.storages.saved import SavedRows
 
 KIND = "buffer"
 _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
@@ -37,15 +38,14 @@ _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 
 def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
     with writing(path, KIND) as writer, at_rest(rb):
-        storage, state = rb.storage, capture(rb, copies=False)
-        names = {
-            part: name_of(getattr(rb, part))
-            for part in ("storage", "sampler", "writer")
+        state = capture(rb, copies=False)
+        state["classes"] = {
+            "buffer": type(rb).__name__,
+            "storage": name_of(rb.storage),
+            "sampler": name_of(rb.sampler),
+            "writer": name_of(rb.writer),
         }
-        state |= {
-            "classes": {"buffer": type(rb).__name__} | names,
-            "shape": [*(storage._total_shape or ())],
-        }
+        state["shape"] = [*(rb.storage._total_shape or ())]
         writer.write(state)
 
 
@@ -60,17 +60,19 @@ def load_buffer(
         _refuse_other_parts(rb, saved, rows_only)
         rows = rb.storage.examine(saved["_storage"], dump.path)
         refuse(rb, saved)
-        if rows and not rows.is_read_once:  # before the load changes anything
-            for saved_tensor in (rows.matrix, *rows.entries):
-                if isinstance(saved_tensor, SavedTensor):
-                    saved_tensor.verify()
+        if rows is not None and not rows.is_read_once:
+            _verify(rows)  # before the load changes anything
         with rb._fully_locked():
-            put = (
-                rb.storage.remove_rows
-                if rows is None
-                else partial(rows.put, rows.read())
-            )
+            put = rb.storage.remove_rows
+            if rows is not None:
+                put = partial(rows.put, rows.read())
             restore(rb, saved, put, rows_only=rows_only, transforms=transforms)
+
+
+def _verify(rows: SavedRows) -> None:
+    for tensor in (rows.matrix, *rows.entries):
+        if isinstance(tensor, SavedTensor):
+            tensor.verify()
 
 
 def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None:
@@ -82,7 +84,8 @@ def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None
             f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}"
         )
     for part, name in names.items():
-        if (saved_name := saved["classes"][part]) != name:
+        saved_name = saved["classes"][part]
+        if saved_name != name:
             hint = "; rows_only=True loads only the rows" if part != "storage" else ""
             raise CheckpointError(
                 f"the dump has a {saved_name} as {part}, this buffer a {name}{hint}"
@@ -131,14 +134,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         >>> _ = rb.extend(TensorDict({"reward": torch.arange(3.0)}, [3]))
         >>> folder = tempfile.TemporaryDirectory()
         >>> rb.dumps(folder.name)
-        >>> found = open_checkpoint(folder.name)
-        >>> found.classes["sampler"], found.shape, found.rows["reward"].tolist()
+        >>> saved = open_checkpoint(folder.name)
+        >>> saved.classes["sampler"], saved.shape, saved.rows["reward"].tolist()
         ('UniformSampler', (1000,), [0.0, 1.0, 2.0])
         >>> folder.cleanup()
     """
     with reading(path, KIND) as dump:
-        saved, storage, rows = dump.state(), None, None
-        if (content := saved["_storage"]) and "layout" in content:
+        saved = dump.state()
+        content = saved["_storage"]
+        storage = rows = None
+        if content and "layout" in content:
             storage = PackedStorage.of_state(content)
             has_gap = storage.ndim == 1 and storage.ring.holes > 0  # after a kill
             rows = storage[written_rows(storage)] if has_gap else storage[:]
@@ -166,29 +171,27 @@ def at_rest(rb: ReplayBuffer) -> Iterator[None]:
 def capture(rb: ReplayBuffer, *, copies: bool) -> State:
     """Return all state that determines the behaviour of a buffer, with copies or views
     of its tensors."""
-    generator = generator_of(rb)
+    generator, flow, stats = generator_of(rb), rb.flow, rb.episode_stats
     parts = {
         "_storage": rb.storage,
         "_sampler": rb.sampler,
         "_writer": rb.writer,
         "_transforms": rb.transform,
     }
-    return {
-        **{
-            name: part.state_dict()
-            if copies or not hasattr(part, "snapshot")
-            else part.snapshot()
-            for name, part in parts.items()
-        },
-        "_batch_size": rb._batch_size,
-        "_consume_after_n_samples": rb._consume_after_n_samples,
-        "_rng": None
-        if generator is None
-        else (generator.get_state(), str(generator.device)),
-        "_flow": None if rb.flow is None else rb.flow.state_dict(),
-        "_stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
-        **dict(zip(_RETURNED, rb.returned, strict=True)),
+    state: State = {
+        name: part.state_dict()
+        if copies or not hasattr(part, "snapshot")
+        else part.snapshot()
+        for name, part in parts.items()
     }
+    state["_batch_size"] = rb._batch_size
+    state["_consume_after_n_samples"] = rb._consume_after_n_samples
+    state["_rng"] = None
+    if generator is not None:
+        state["_rng"] = (generator.get_state(), str(generator.device))
+    state["_flow"] = None if flow is None else flow.state_dict()
+    state["_stats"] = None if stats is None else stats.state_dict()
+    return state | dict(zip(_RETURNED, rb.returned, strict=True))
 
 
 def name_of(part: object) -> str:
@@ -200,12 +203,10 @@ def name_of(part: object) -> str:
 
 def refuse(rb: ReplayBuffer, state: State) -> None:
     """Raise an error if a state has a wrong number that its part does not refuse."""
-    counts = [*map(state.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED))]
-    counts += map(state["_writer"].get, ("_cursor", "_write_count"))
-    if not all(
-        count is None or (type(count) is int and 0 <= count < 1 << 63)
-        for count in counts
-    ):
+    names = "_batch_size", "_consume_after_n_samples", *_RETURNED
+    counts = [state.get(name) for name in names]
+    counts += [state["_writer"].get(name) for name in ("_cursor", "_write_count")]
+    if not all(count is None or _is_count(count) for count in counts):
         raise ValueError(
             f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}"
         )
@@ -213,6 +214,10 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
         rb.flow.refuse_state(state.get("_flow"))
     if state.get("_rng") is not None:
         _generator(*state["_rng"])
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
 
 
 @defer_sigint
@@ -235,52 +240,70 @@ def restore(
             the rows are then new.
         transforms: whether transforms take their saved state.
     """
-    writer = state["_writer"]
     with all_or_nothing() as undo:
         if transforms:
             _refuse_other_tensors(rb.transform.state_dict(), state["_transforms"])
             load_part(rb.transform, state["_transforms"], undo)
         if not rows_only:
-            if rb.episode_stats is not None and state.get("_stats") is not None:
-                load_part(rb.episode_stats, state["_stats"], undo)
-            load_part(rb.writer, writer, undo)
-            load_part(rb.sampler, state["_sampler"], undo)
+            _load_parts(rb, state, undo)
         put()
-    # The code below cannot fail.
+    # What follows cannot fail.
     if rows_only:
-        empty_part(rb.sampler)
-        empty_part(rb.writer)
-        set_cursor(rb.writer, writer.get("_cursor", 0), writer.get("_write_count", 0))
+        _count_as_new(rb, state["_writer"])
     else:
-        rb._batch_size, rb._consume_after_n_samples = (
-            state["_batch_size"],
-            state.get("_consume_after_n_samples"),
-        )
-        rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
-        restore_generator(rb, state.get("_rng"))
+        _restore_settings(rb, state)
     if rb.flow is not None:
-        rb.flow.restore(
-            None if rows_only else state.get("_flow"), row_count(rb.storage)
-        )
+        flow = None if rows_only else state.get("_flow")
+        rb.flow.restore(flow, row_count(rb.storage))
     _end_loaded(rb)
     rb._connect(default_priorities=rows_only)
 
 
-def _refuse_other_tensors(own: State, saved: State) -> None:
+def _load_parts(rb: ReplayBuffer, state: State, undo: ExitStack) -> None:
+    """Load the parts of a buffer; samplers last, because those of this package refuse a
+    state before they change."""
+    stats = rb.episode_stats
+    if stats is not None and state.get("_stats") is not None:
+        load_part(stats, state["_stats"], undo)
+    load_part(rb.writer, state["_writer"], undo)
+    load_part(rb.sampler, state["_sampler"], undo)
+
+
+def _count_as_new(rb: ReplayBuffer, writer: State) -> None:
+    """Take the rows of a load as new ones; the counts of the writer are the saved
+    ones."""
+    empty_part(rb.sampler)
+    empty_part(rb.writer)
+    set_cursor(rb.writer, writer.get("_cursor", 0), writer.get("_write_count", 0))
+
+
+def _restore_settings(rb: ReplayBuffer, state: State) -> None:
+    """Restore what belongs to the buffer itself."""
+    rb._batch_size = state["_batch_size"]
+    rb._consume_after_n_samples = state.get("_consume_after_n_samples")
+    rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
+    restore_generator(rb, state.get("_rng"))
+
+
+def _refuse_other_tensors(current: State, saved: State) -> None:
     """Raise a ValueError if the saved transforms have other tensors than the buffer's
     own."""
-    kinds, saved_kinds = (
-        {
-            name: kind(x.dtype, x.shape) if isinstance(x, torch.Tensor) else "no tensor"
-            for name, x in state.items()
-        }
-        for state in (own, saved)
-    )
+    kinds = _kinds_of(current)
+    saved_kinds = _kinds_of(saved)
     if kinds != saved_kinds:
         raise ValueError(
             f"the saved transforms have the tensors {saved_kinds}, those of this buffer {kinds}: make it with the same "
             "transforms, or use loads without transforms=True, which keeps the buffer's own"
         )
+
+
+def _kinds_of(state: State) -> dict[str, str]:
+    return {
+        name: kind(value.dtype, value.shape)
+        if isinstance(value, torch.Tensor)
+        else "no tensor"
+        for name, value in state.items()
+    }
 
 
 def _end_loaded(rb: ReplayBuffer) -> None:
@@ -314,14 +337,16 @@ def restore_generator(rb: ReplayBuffer, saved: tuple[object, str] | None) -> Non
     saved device."""
     if saved is None:
         return
-    generator, current = _generator(*saved), generator_of(rb)
+    state, device = saved
+    generator = _generator(state, device)
+    current = generator_of(rb)
     if generator is None:
-        where = f"on {saved[1]}, which is not available"
         warnings.warn(
-            f"the dump's generator is {where}: it was not restored", stacklevel=4
+            f"the dump's generator is on {device}, which is not available: it was not restored",
+            stacklevel=5,
         )
     elif current is not None and current.device == generator.device:
-        current.set_state(saved[0])  # the same object: others may share it
+        current.set_state(state)  # the same object: others may share it
     else:
         rb.set_rng(generator)
 
@@ -336,9 +361,6 @@ def _generator(state: Any, device: str) -> torch.Generator | None:
     return generator
 
 
-# -- undoing
-
-
 @contextmanager
 def all_or_nothing() -> Iterator[ExitStack]:
     """Yield a stack that undoes changes if the ``with`` block raises an error."""
@@ -348,8 +370,7 @@ def all_or_nothing() -> Iterator[ExitStack]:
 
 
 def load_part(part: Any, state: State, undo: ExitStack) -> None:
-    """Load a state into a part. Load samplers last: those of this package refuse a
-    state before they change."""
+    """Load a state into a part; ``undo`` restores a part that may fail halfway."""
     with state_of(part):
         if not hasattr(innermost_of(part), "snapshot"):
             undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))

@@ -30,10 +30,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
-from itertools import chain, islice
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,8 +147,10 @@ class DumpWriter:
         self.path, self.about = path, about
         self.previous = self._previous()
         (path / DATA).mkdir(exist_ok=True)
-        # chunks of the previous dump, and those of this one: compared or written
-        self._kept, self._own = self.clean(), set[str]()
+        #: Chunks of the previous dump.
+        self._kept = self.clean()
+        #: Chunks of this dump, compared or written.
+        self._put_names = set[str]()
         self._lock = Lock()
 
     def _previous(self) -> Dump | None:
@@ -171,23 +172,19 @@ class DumpWriter:
 
         A chunk that is in the previous dump is not written again if its file is sound.
         """
-        entries: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        document = {
-            "format": FORMAT,
-            "about": self.about,
-            "state": _encode(state, entries, "state"),
-        }
-        tensors = [tensor for tensor, _ in entries]
-        parts = [
-            [part for part in _flat_bytes(tensor).split(CHUNK_BYTES) if len(part)]
-            for tensor in tensors
-        ]
-        _wait_for_devices(tensors)
+        entries: list[Entry] = []
+        encoded = _encode(state, entries, "state")
+        _wait_for_devices([entry.tensor for entry in entries])
         with ThreadPoolExecutor(_WRITERS) as pool:
-            names = pool.map(self._put, chain(*parts))
-            for (_, entry), chunks in zip(entries, parts, strict=True):
-                entry["chunks"] = [*islice(names, len(chunks))]
+            chunks = [pool.map(self._put, entry.parts()) for entry in entries]
+            for entry, names in zip(entries, chunks, strict=True):
+                entry.document["chunks"] = [*names]
         _sync(self.path / DATA)
+        self._replace_manifest(
+            {"format": FORMAT, "about": self.about, "state": encoded}
+        )
+
+    def _replace_manifest(self, document: dict[str, Any]) -> None:
         text = json.dumps(document, indent=1).removesuffix("\n}").encode()
         _write_file(self.path / _NEXT, text + _SUFFIX.format(checksum(text)).encode())
         (self.path / _NEXT).replace(self.path / MANIFEST)
@@ -197,8 +194,8 @@ class DumpWriter:
         data = part.cpu().numpy()
         name = chunk_name(data)
         with self._lock:  # equal parts have one file
-            is_first = name not in self._own
-            self._own.add(name)
+            is_first = name not in self._put_names
+            self._put_names.add(name)
         file = self.path / DATA / name
         if not is_first or (name in self._kept and _holds(file, data)):
             return name
@@ -210,17 +207,20 @@ class DumpWriter:
     def clean(self) -> set[str]:
         """Delete the files that the manifest does not list, such as those of an
         interrupted dump; return the others."""
-        dump, kept = self._previous(), set()
-        listed = {match[0] for match in _CHUNK.finditer(dump.text)} if dump else ()
+        dump = self._previous()
+        listed = set[str]()
+        if dump is not None:
+            listed = {match[0] for match in _CHUNK.finditer(dump.text)}
+        kept = set[str]()
         for file in (self.path / DATA).iterdir():
-            named = _CHUNK.fullmatch(file.name)
+            name = _CHUNK.fullmatch(file.name)
+            if name is None:
+                continue
             status = file.lstat()
-            is_whole = named is not None and (
-                stat.S_ISREG(status.st_mode) and status.st_size == int(named[1])
-            )
+            is_whole = stat.S_ISREG(status.st_mode) and status.st_size == int(name[1])
             if is_whole and file.name in listed:
                 kept.add(file.name)
-            elif named:
+            else:
                 file.unlink()
         (self.path / _NEXT).unlink(missing_ok=True)
         return kept
@@ -257,11 +257,21 @@ def save_state(path: str | Path, kind: str, state: State) -> None:
         writer.write(state)
 
 
-def _encode(
-    value: Any, tensors: list[tuple[torch.Tensor, dict[str, Any]]], where: str
-) -> Any:
-    """Convert ``value`` to JSON, and append its tensors and their entries, which lack
-    their chunks, to ``tensors``.
+class Entry(NamedTuple):
+    """A tensor of a dump, and what the manifest says of it."""
+
+    tensor: torch.Tensor
+    document: dict[str, Any]
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return the bytes of the chunks."""
+        parts = _flat_bytes(self.tensor).split(CHUNK_BYTES)
+        return [part for part in parts if len(part)]
+
+
+def _encode(value: Any, tensors: list[Entry], where: str) -> Any:
+    """Convert ``value`` to JSON, and append its tensors, whose documents lack their
+    chunks, to ``tensors``.
 
     ``where`` names the value in errors.
     """
@@ -276,16 +286,17 @@ def _encode(
             raise CheckpointError(
                 f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold"
             )
-        entry = {
+        document = {
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": [*value.shape],
         }
-        tensors.append((value.detach(), entry))
-        return {_TENSOR: entry}
+        tensors.append(Entry(value.detach(), document))
+        return {_TENSOR: document}
     if isinstance(value, list | tuple):
         return [_encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
     if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
-        if wrong := [key for key in value if type(key) is not str or key == _TENSOR]:
+        wrong = [key for key in value if type(key) is not str or key == _TENSOR]
+        if wrong:
             raise CheckpointError(
                 f"{where} has the key {wrong[0]!r}: keys in a dump are strings other than {_TENSOR}"
             )
@@ -331,10 +342,8 @@ class Dump:
             raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if (
-            data[-_SUFFIX_BYTES:]
-            != _SUFFIX.format(checksum(data[:-_SUFFIX_BYTES])).encode()
-        ):
+        text, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
+        if suffix != _SUFFIX.format(checksum(text)).encode():
             if _is_ours(data):
                 raise CheckpointError(
                     f"{file} is damaged or cut short: its checksum does not match"
@@ -393,11 +402,9 @@ class SavedTensor:
             raise CheckpointError(
                 "the manifest gives a size that is not a whole number"
             )
-        self.dtype, self.shape, self.nbytes = (
-            dtype,
-            torch.Size(shape),
-            math.prod(shape) * dtype.itemsize,
-        )
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
+        self.nbytes = math.prod(shape) * dtype.itemsize
         if self.nbytes != sum(nbytes for _, nbytes in self._chunks):
             raise CheckpointError(
                 f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}"
@@ -416,11 +423,8 @@ class SavedTensor:
 
     def read_into(self, target: torch.Tensor) -> None:
         _wait_for_devices([target])
-        self._read(
-            [*_flat_bytes(target).split([nbytes for _, nbytes in self._chunks])]
-            if self._chunks
-            else []
-        )
+        sizes = [nbytes for _, nbytes in self._chunks]
+        self._read(_flat_bytes(target).split(sizes) if sizes else [])
 
     def _read(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Read the chunks into ``targets``; where a target is None, only check the
@@ -584,9 +588,12 @@ def new_folder(path: Path, kind: str, last: object, members: Collection[str]) ->
     """
     folder = path / f"{kind}-{secrets.token_hex(8)}"
     folder.mkdir(parents=True)
-    for name in members if is_folder(last) else ():
+    if not is_folder(last):
+        return folder
+    for name in members:
         with suppress(OSError):  # a new member, or a file system without hard links
-            before, ignored = path / str(last) / name, shutil.ignore_patterns(".lock")
+            before = path / str(last) / name
+            ignored = shutil.ignore_patterns(".lock")
             shutil.copytree(
                 before, folder / name, copy_function=os.link, ignore=ignored
             )

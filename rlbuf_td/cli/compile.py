@@ -76,11 +76,10 @@ def buffer(
     sampler: Callable[[], Sampler], cls: type = rl.ReplayBuffer, **storage: Any
 ) -> Any:
     made = sampler()
-    rows, batch_size = (
-        rl.PackedStorage(ROWS, **storage),
-        BATCH * getattr(made, "window", 1),
-    )
-    use(rb := cls(storage=rows, sampler=made, batch_size=batch_size))
+    rows = rl.PackedStorage(ROWS, **storage)
+    batch_size = BATCH * getattr(made, "window", 1)
+    rb = cls(storage=rows, sampler=made, batch_size=batch_size)
+    use(rb)
     return rb
 
 

@@ -115,7 +115,8 @@ class EpisodeStats:
         done_key: NestedKey = ("next", "done"),
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
-        window, history = whole(1)("window", window), whole(1)("history", history)
+        window = whole(1)("window", window)
+        history = whole(1)("history", history)
         how = (
             keys
             if isinstance(keys, Mapping)
@@ -126,12 +127,14 @@ class EpisodeStats:
                 f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}"
             )
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
-        self._trajectory_key, done = as_tuple(trajectory_key), as_tuple(done_key)
+        self._trajectory_key = as_tuple(trajectory_key)
+        done = as_tuple(done_key)
         self._flags = flags = [
             done,
             *((*done[:-1], name) for name in ("terminated", "truncated")),
         ]
-        others, reason_keys = [*map(as_tuple, how)], [*map(as_tuple, reasons)]
+        others = [*map(as_tuple, how)]
+        reason_keys = [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
         self._columns += [
             (key, torch.float64) for key in (as_tuple(reward_key), *others)
@@ -152,7 +155,8 @@ class EpisodeStats:
 
     def reset(self) -> None:
         """Forget all episodes, finished or not."""
-        metrics, reasons = len(self._reduction), len(self.reasons)
+        metrics = len(self._reduction)
+        reasons = len(self.reasons)
         self._is_double = np.zeros(metrics, np.bool_)
         self._inputs = np.zeros(2 + metrics + reasons, np.int64)
         self._records = np.zeros((self._rows, 1 + len(self.metrics)))
@@ -197,33 +201,23 @@ class EpisodeStats:
             raise ValueError(
                 f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None"
             )
+        elif time_dim % len(size) == 0:
+            steps, lanes = size[0], prod(size[1:])
+            shape, strides = (steps, lanes), (lanes, 1)
         else:
-            time_dim %= len(size)
-            steps, lanes = (
-                size[time_dim],
-                prod(size[:time_dim]) * prod(size[time_dim + 1 :]),
-            )
-            shape, strides = (
-                (steps, lanes),
-                ((lanes, 1) if time_dim == 0 else (1, steps)),
-            )
-            if 0 < time_dim < len(size) - 1:
-                data = data.permute(
-                    *(d for d in range(len(size)) if d != time_dim), time_dim
-                )
+            data = _with_time_last(data, time_dim % len(size))
+            *lane_sizes, steps = data.batch_size
+            shape, strides = (steps, prod(lane_sizes)), (1, steps)
         columns = [
-            self._column(data, key, kind, shape[0] * shape[1])
-            for key, kind in self._columns
+            self._column(data, key, dtype, prod(shape)) for key, dtype in self._columns
         ]
-        return Steps(
-            shape,
-            strides,
-            [x if x is None else x.cpu().resolve_neg().contiguous() for x in columns],
-        )
+        return Steps(shape, strides, [_on_host(column) for column in columns])
 
     def _column(
         self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int
     ) -> torch.Tensor | None:
+        """Return one number per step, of the dtype ``kind`` (rewards and metrics may be
+        float32); None for trajectory ids that are missing."""
         x = leaf_of(data, key)
         if x is None:
             if key == self._trajectory_key and may_be_missing(key, TRAJ_KEY):
@@ -239,16 +233,17 @@ class EpisodeStats:
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        done, terminated, truncated = (
-            None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags
-        )
-        known = [x for x in (done, terminated, truncated) if x is not None]
-        is_own = key == self._flags[0] and not may_be_missing(key, DONE_KEY)
-        if key not in self._flags or is_own or not known:
+        """Return a missing end flag, as it follows from the others."""
+        leaves = [leaf_of(data, flag) for flag in self._flags]
+        flags = [None if leaf is None else leaf.bool() for leaf in leaves]
+        done, terminated, truncated = flags
+        present = [flag for flag in flags if flag is not None]
+        is_required = key == self._flags[0] and not may_be_missing(key, DONE_KEY)
+        if key not in self._flags or is_required or not present:
             raise KeyError(
                 f"no {show_key(key)} in the data: EpisodeStats needs one per step"
             )
-        ended = known[0] | known[-1] if done is None else done
+        ended = present[0] | present[-1] if done is None else done
         if key == self._flags[0]:
             return ended
         is_truncation = key == self._flags[2]
@@ -279,31 +274,31 @@ class EpisodeStats:
         if not (has_ids or may_be_missing(self._trajectory_key, TRAJ_KEY)):
             return None
         columns = self._columns if has_ids else self._columns[1:]
-        places = [layout.places.get(key, -1) for key, _ in columns]
-        if -1 in places:
+        numbers = [layout.places.get(key, -1) for key, _ in columns]
+        if -1 in numbers:
             return None
-        leaves = [layout.leaves[position] for position in places]
+        leaves = [layout.leaves[number] for number in numbers]
         for leaf, (_, kind) in zip(leaves, columns, strict=True):
             if leaf.shape.numel() != 1 or leaf.dtype not in _READ_AS[kind]:
                 return None
         without_ids = len(self._columns) - len(columns)
         metrics = leaves[2 - without_ids :][: len(self._is_double)]
         is_double = [leaf.dtype is torch.float64 for leaf in metrics]
-        return partial(self._record_leaves, np.array(places), without_ids, is_double)
+        return partial(self._record_leaves, np.array(numbers), without_ids, is_double)
 
     def _record_leaves(
         self,
-        places: np.ndarray,
+        numbers: np.ndarray,
         without_ids: int,
         is_double: list[bool],
         addresses: np.ndarray,
         shape: tuple[int, int],
         strides: tuple[int, int],
     ) -> None:
-        """Count steps whose columns are the leaves at ``places``; ``addresses`` holds
+        """Count steps whose columns are the leaves ``numbers``; ``addresses`` holds
         the addresses of all leaves."""
         self._inputs[0] = 0
-        self._inputs[without_ids:] = addresses[places]
+        self._inputs[without_ids:] = addresses[numbers]
         self._is_double[:] = is_double
         self._count(shape, strides, _NO_LANES)
 
@@ -313,33 +308,38 @@ class EpisodeStats:
         """Count steps whose addresses are in ``_inputs``."""
         from rlbuf_td.kernels.episodes.statistics import count_steps
 
-        known = max(shape[1], int(lane_ids.max()) + 1) if len(lane_ids) else shape[1]
-        if len(self._lane_slot) < known:
-            self._lane_slot = np.arange(known)
+        lanes = shape[1]
+        if len(lane_ids):
+            lanes = max(lanes, int(lane_ids.max()) + 1)
+        if len(self._lane_slot) < lanes:
+            self._lane_slot = np.arange(lanes)
         self._counters[_WRITES] += 1
-        steps = {
+        arguments = {
             "shape": shape,
             "strides": strides,
             "lane_ids": lane_ids,
             "inputs": self._inputs,
-        }
-        steps |= {
             "is_double": self._is_double,
             "reduction": self._reduction,
             "lane_slot": self._lane_slot,
+            "records": self._records,
+            "ends": self._ends,
+            "counters": self._counters,
         }
-        out = {"records": self._records, "ends": self._ends, "counters": self._counters}
-        done = -1
-        while done < shape[0] * shape[1]:
-            if done >= 0:
-                self._make_room(known)
-            slots = {
-                "keys": self._keys,
-                "lengths": self._lengths,
-                "touched": self._touched,
-                "sums": self._sums,
-            }
-            done = count_steps(max(done, 0), **steps, **slots, **out)
+        steps = prod(shape)
+        counted = 0
+        while True:
+            counted = count_steps(
+                counted,
+                keys=self._keys,
+                lengths=self._lengths,
+                touched=self._touched,
+                sums=self._sums,
+                **arguments,
+            )
+            if counted >= steps:
+                return
+            self._make_room(lanes)
 
     def _make_room(self, lanes: int) -> None:
         """Drop unfinished episodes without recent steps; if no episode is dropped,
@@ -442,10 +442,10 @@ class EpisodeStats:
         )
         lengths |= {"_records": self._rows, "_ends": self._rows, "_counters": 3}
         for name, array in arrays.items():
-            mine = getattr(self, name)
-            shape = (lengths.get(name, len(array)), *mine.shape[1:])
-            if (array.dtype, array.shape) != (mine.dtype, shape):
-                kinds = f"{array.dtype} of shape {array.shape} ({name.strip('_')}), these {mine.dtype} of {shape}"
+            current = getattr(self, name)
+            shape = (lengths.get(name, len(array)), *current.shape[1:])
+            if (array.dtype, array.shape) != (current.dtype, shape):
+                kinds = f"{array.dtype} of shape {array.shape} ({name.strip('_')}), these {current.dtype} of {shape}"
                 remedy = (
                     "make EpisodeStats with the same keys, reasons, window and history"
                 )
@@ -457,6 +457,15 @@ class EpisodeStats:
     def __repr__(self) -> str:
         names = f"metrics={list(self.metrics)}, reasons={list(self.reasons)}"
         return f"{type(self).__name__}({names}, window={self.window}, episodes={self.episodes:,}, steps={self.steps:,})"
+
+
+def _with_time_last(data: TensorDictBase, time_dim: int) -> TensorDictBase:
+    lanes = [dim for dim in range(data.ndim) if dim != time_dim]
+    return data.permute(*lanes, time_dim)
+
+
+def _on_host(column: torch.Tensor | None) -> torch.Tensor | None:
+    return None if column is None else column.cpu().resolve_neg().contiguous()
 
 
 def running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:

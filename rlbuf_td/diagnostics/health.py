@@ -84,32 +84,40 @@ def health(
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
         report |= _quantiles("age", ages(storage, writer, last_draw))
-        if last_draw.weight is not None and last_draw.weight.numel():
-            weight = last_draw.weight.double()
-            size = float(weight.sum() ** 2 / (weight**2).sum())
-            report |= {
-                "effective_sample_size": size,
-                "effective_share": size / weight.numel(),
-            }
-            report["weight_max_over_median"] = float(weight.max() / weight.median())
+        report |= _weights(last_draw.weight)
     if rows:
-        probability = probabilities(storage, sampler)
-        if probability is not None and probability.sum() > 0:
-            top = probability.topk(ceil(rows / 100)).values
-            report["top_mass"] = float(top.sum() / probability.sum())
+        report |= _top_mass(probabilities(storage, sampler))
         report |= _quantiles("priority", priorities(storage, sampler))
-    max_age, discarded = (
-        getattr(unwrapped(sampler), name, None) for name in ("max_age", "discarded")
-    )
-    if max_age is not None:
-        report["too_old"] = float(
-            rows - young_count(storage, max_age)
-            if discarded is None
-            else discarded.total()
-        )
-    if isinstance(inner := unwrapped(sampler), Prioritized):
-        report["refused_priorities"] = float(inner.rule.table.refused)
+    innermost = unwrapped(sampler)
+    max_age = getattr(innermost, "max_age", None)
+    discarded = getattr(innermost, "discarded", None)
+    if discarded is not None and max_age is not None:
+        report["too_old"] = float(discarded.total())
+    elif max_age is not None:
+        report["too_old"] = float(rows - young_count(storage, max_age))
+    if isinstance(innermost, Prioritized):
+        report["refused_priorities"] = float(innermost.rule.table.refused)
     return report | _stretches(storage, sampler)
+
+
+def _weights(weight: torch.Tensor | None) -> dict[str, float]:
+    if weight is None or not weight.numel():
+        return {}
+    weight = weight.double()
+    size = float(weight.sum() ** 2 / (weight**2).sum())
+    return {
+        "effective_sample_size": size,
+        "effective_share": size / weight.numel(),
+        "weight_max_over_median": float(weight.max() / weight.median()),
+    }
+
+
+def _top_mass(probability: torch.Tensor | None) -> dict[str, float]:
+    total = 0.0 if probability is None else probability.sum()
+    if probability is None or not total > 0:
+        return {}
+    top = probability.topk(ceil(len(probability) / 100)).values
+    return {"top_mass": float(top.sum() / total)}
 
 
 def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
@@ -144,25 +152,20 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
         return None
     index = last_draw.index
     if isinstance(index, torch.Tensor) and index.ndim > 1:
-        index = (
-            index.reshape(-1)
-            if storage.ndim == 1
-            else index.reshape(-1, index.shape[-1])
-        )
-    flat, lanes = (
-        flat_rows(index, storage, device_of(storage)),
-        lanes_of(storage).numel(),
-    )
-    steps = storage.max_size // lanes
+        index = index.reshape(-1) if storage.ndim == 1 else index.flatten(0, -2)
+    flat = flat_rows(index, storage, device_of(storage))
     if isinstance(storage, PackedStorage) and stand_apart(storage):
         return storage.ring.reach(flat)[1]
+    lanes = lanes_of(storage).numel()
+    steps = storage.max_size // lanes
     return (last_draw.written - 1 - flat // lanes) % steps
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers
     of unknown classes."""
-    sampler, rows = unwrapped(sampler), row_count(storage)
+    sampler = unwrapped(sampler)
+    rows = row_count(storage)
     index = written_rows(storage)
     if isinstance(sampler, Prioritized | RecencySampler | UniformSampler):
         return sampler.probability(index, storage=storage)

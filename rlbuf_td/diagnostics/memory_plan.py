@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,6 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import SHARED, Room, room_for, show_bytes
 from rlbuf_td.storages.schema import Leaf, show_key
 
-_SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
 # with any of them, rows mark the ends of trajectories
 _ENDS = "done", "terminated", "truncated", "traj_ids"
 SAMPLERS: dict[str, type] = {
@@ -107,25 +106,25 @@ class MemoryPlan:
         fits."""
         if self.fits:
             return ""
-        largest, ways = (
-            self.leaves[0],
-            [f"use a capacity of at most {self.most_rows:,}"],
-        )
+        largest = self.leaves[0]
+        ways = [f"use a capacity of at most {self.most_rows:,}"]
         if not self.place.location.startswith("disk"):
             ways.append("keep the rows in a file, on the CPU: scratch_dir=...")
-        ways.append(
-            f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them"
-        )
+        share = largest.nbytes / self.row_bytes
+        smaller = f"make the rows smaller: {largest.name} is {share:.0%} of them"
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
-            ways[-1] += (
-                f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"
-            )
-        keys = {leaf.key for leaf in self.leaves}
-        if self.dedup is None and any(
-            ("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves
-        ):
+            smaller += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"
+        ways.append(smaller)
+        if self.dedup is None and self._holds_observations_twice:
             ways.append("store observations once: share_next=True")
         return "\n".join(ways)
+
+    @property
+    def _holds_observations_twice(self) -> bool:
+        keys = {leaf.key for leaf in self.leaves}
+        return any(
+            ("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves
+        )
 
     @property
     def _needs(self) -> list[tuple[Room, int]]:
@@ -137,45 +136,43 @@ class MemoryPlan:
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
-        sizes = self.keys | {
-            f"{key} shared": -nbytes for key, nbytes in self.saved.items()
-        }
-        sizes |= {
+        sizes = self.keys
+        for key, nbytes in self.saved.items():
+            sizes[f"{key} shared"] = -nbytes
+        sums = {
             "padding": self.rows - sum(sizes.values()),
             "rows": self.rows,
             "priorities": self.priorities,
+            "trajectory index": self.trajectories,
+            "total": self.total,
         }
-        sizes |= {"trajectory index": self.trajectories, "total": self.total}
-        table = [("", "bytes/row", "all rows", "")]
-        for name, nbytes in sizes.items():
-            number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
-            size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
-            share = "" if name in _SUMS else f"{nbytes / self.rows:.0%}"
-            table.append((name, number, size, share))
+        width = max(map(len, [*sizes, *sums]))
         lines = [
             f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}",
             "",
+            _line("".ljust(width), "bytes/row", "all rows"),
         ]
-        lines += [*_aligned(table), ""]
-        lines.append(f"{self.place.words()}: {'fits' if self.fits else 'does not fit'}")
+        for name, nbytes in sizes.items():
+            line = self._size(name.ljust(width), nbytes)
+            lines.append(f"{line}{nbytes / self.rows:>8.0%}")
+        lines += [self._size(name.ljust(width), sums[name]) for name in sums]
+        fits = "fits" if self.fits else "does not fit"
+        lines += ["", f"{self.place.words()}: {fits}"]
         if not self.fits:
-            lines += [
-                "",
-                "What to do:",
-                *(f"  - {way}" for way in self.remedy.splitlines()),
-            ]
+            ways = [f"  - {way}" for way in self.remedy.splitlines()]
+            lines += ["", "What to do:", *ways]
         return "\n".join(lines)
 
+    def _size(self, name: str, nbytes: int) -> str:
+        """Return a line of the table."""
+        digits = 2 if nbytes % self.capacity else 0
+        number = f"{nbytes / self.capacity:,.{digits}f}"
+        sign = "-" if nbytes < 0 else ""
+        return _line(name, number, sign + show_bytes(abs(nbytes)))
 
-def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: names on the left, numbers on the right of their
-    columns."""
-    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-    for name, *numbers in table:
-        cells = [
-            number.rjust(width) for number, width in zip(numbers, others, strict=True)
-        ]
-        yield "    ".join(["  " + name.ljust(first), *cells]).rstrip()
+
+def _line(name: str, number: str, size: str) -> str:
+    return f"  {name}{number:>14}{size:>14}"
 
 
 def plan(
@@ -241,11 +238,13 @@ def plan(
         shared = shared or getattr(source, "shared", False)
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
-        dedup, source = getattr(source, "dedup", None), _time_step(source)
+        dedup = getattr(source, "dedup", None)
+        source = _time_step(source)
     capacity = whole(1)("capacity", capacity)
     device = torch.device("cpu" if device in (None, "auto") else device)
     schema = schema_of(source)
-    layout, lanes = RowLayout(schema, schema.ndim), schema.numel()
+    layout = RowLayout(schema, schema.ndim)
+    lanes = schema.numel()
     if dedup is None or share_next or frames:
         dedup = DedupLayout.chosen_for(layout, DedupOptions.of(share_next, frames))
     steps = -(-capacity // lanes)
@@ -294,7 +293,8 @@ def _time_step(storage: Storage) -> TensorDictBase:
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
             )
         )
-    if (rows := stored_rows(storage)) is None:
+    rows = stored_rows(storage)
+    if rows is None:
         unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
         raise TypeError(
             f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition"

@@ -119,10 +119,8 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     history = {name: _numbers_of(column) for name, column in stats.history().items()}
     if not len(history["step"]):
         raise RuntimeError("there is nothing to plot: no episode has ended")
-    metrics, words = (
-        ["return", "length", *stats.metrics[2:]],
-        {"length": "length, steps"},
-    )
+    metrics = ["return", "length", *stats.metrics[2:]]
+    words = {"length": "length, steps"}
     # a reward of 1 per step: one panel shows both
     if np.array_equal(history["return"], history["length"]):
         metrics.remove("length")
@@ -210,7 +208,8 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     _count(left.yaxis)
     left.set_title(f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}")
     left.set(xlabel="advantage", ylabel="steps")
-    low, high = min(value.min(), target.min()), max(value.max(), target.max())
+    low = min(value.min(), target.min())
+    high = max(value.max(), target.max())
     right.plot([low, high], [low, high], **_GUIDE)
     some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
     right.plot(
@@ -262,7 +261,8 @@ def plot_trajectory(
         'row 4: trajectory of 15 steps, finished'
     """
     storage, trajectories = rb.storage, TrajectoryIndex(rb.storage)
-    lanes, index = lanes_of(storage).numel(), torch.as_tensor([row], device="cpu")
+    lanes = lanes_of(storage).numel()
+    index = torch.as_tensor([row], device="cpu")
     flat = int(
         flat_rows(
             index.unbind(-1) if isinstance(row, Sequence) else index,
@@ -377,38 +377,23 @@ def plot_health(rb: ReplayBuffer) -> Figure:
             "a mixture has no plot of its own: plot a member, mixture['name']"
         )
     last, storage, sampler = getattr(rb, "last_draw", None), rb.storage, rb.sampler
-    report, draws = (
-        health(storage, sampler, rb.writer, last),
-        list[Callable[[Axes], None]](),
-    )
-    if last is not None and (age := ages(storage, rb.writer, last)) is not None:
-        draws.append(
-            partial(
-                _draw_ages,
-                age=_numbers_of(age),
-                steps=len(storage) // lanes_of(storage).numel(),
-            )
-        )
-    if last is not None and last.weight is not None:
-        draws.append(
-            partial(
-                _draw_weights,
-                weight=_numbers_of(last.weight),
-                share=report["effective_share"],
-            )
-        )
+    report = health(storage, sampler, rb.writer, last)
+    draws: list[Callable[[Axes], None]] = []
+    age = None if last is None else ages(storage, rb.writer, last)
+    if age is not None:
+        steps = len(storage) // lanes_of(storage).numel()
+        draws.append(partial(_draw_ages, age=_numbers_of(age), steps=steps))
+    weight = None if last is None else last.weight
+    if weight is not None:
+        share = report["effective_share"]
+        draws.append(partial(_draw_weights, weight=_numbers_of(weight), share=share))
     magnitude = priorities(storage, sampler)
     if magnitude is not None and len(magnitude):
         draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
-    if (
-        "top_mass" in report
-        and (probability := probabilities(storage, sampler)) is not None
-    ):
-        draws.append(
-            partial(
-                _draw_mass, probability=_numbers_of(probability), top=report["top_mass"]
-            )
-        )
+    probability = probabilities(storage, sampler) if "top_mass" in report else None
+    if probability is not None:
+        numbers, top = _numbers_of(probability), report["top_mass"]
+        draws.append(partial(_draw_mass, probability=numbers, top=top))
     if not draws:
         raise RuntimeError(
             "there is no health to plot: no rows, or no batch, and the sampler has no priorities"
@@ -470,7 +455,8 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
 def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     positive = magnitude[magnitude > 0]
     if len(positive):
-        low, high = positive.min(), positive.max()
+        low = positive.min()
+        high = positive.max()
         bins = (
             np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
         )

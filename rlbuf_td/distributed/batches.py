@@ -14,16 +14,16 @@ probability, so they remain correct.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlbuf_td.distributed.shard import Answer, Report, Spec
+from rlbuf_td.distributed.shard import Answer, Drawn, Report, Spec
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.storages.layout import RowLayout
 
@@ -45,17 +45,19 @@ class Split(NamedTuple):
 def split(positions: Tensor, masses: Tensor) -> Split:
     """Assign each draw to a shard; ``positions``, ``[B]`` float64, lie between 0 and
     the sum of ``masses``."""
+    ends = masses.cumsum(0)
+    begins = ends - masses
     # rounding can put a position at the total mass
-    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])
+    last = int(masses.nonzero()[-1])
     shard = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
+    fractions = (positions - begins[shard]) / masses[shard]
+    fractions.clamp_(0.0, _BELOW_ONE)
     # a radix sort
     order = torch.from_numpy(np.argsort(shard.numpy().astype(np.uint16), kind="stable"))
-    fractions = ((positions - (ends - masses)[shard]) / masses[shard]).clamp_(
-        0.0, _BELOW_ONE
-    )[order]
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
-    return Split(rank, torch.bincount(shard, minlength=len(masses)), fractions)
+    counts = torch.bincount(shard, minlength=len(masses))
+    return Split(rank, counts, fractions[order])
 
 
 def importance_weights(
@@ -72,7 +74,16 @@ def importance_weights(
 
 
 class Batches:
-    """One or more batches, drawn with one request to each shard."""
+    """One or more batches, drawn with one request to each shard.
+
+    Args:
+        spec: the properties of the shards' buffers.
+        layout: the layout of the drawn rows.
+        answers: for each shard with draws, its answer, sorted by shard.
+        known: per shard, the report that determined its draws (None: lost).
+        rank: ``[batches, draws]`` int64: each draw's position in the concatenated
+            answers.
+    """
 
     def __init__(
         self,
@@ -82,27 +93,20 @@ class Batches:
         known: list[Report | None],
         rank: Tensor,
     ) -> None:
-        # answers: sorted by shard, each with drawn rows; known: per shard, the report
-        # that determined its draws (None: lost); rank, [batches, draws] int64: each
-        # draw's position in the concatenated answers.
         self.spec, self.layout, self.rank = spec, layout, rank
-        drawn = {
-            shard: answer.drawn
-            for shard, answer in answers.items()
-            if answer.drawn is not None
-        }
-        self.rows = torch.from_numpy(
-            np.concatenate([rows.rows for rows in drawn.values()])
+        drawn = drawn_of(answers)
+        rows = [part.rows for part in drawn.values()]
+        self.rows = torch.from_numpy(np.concatenate(rows))
+        #: The handles of the draws, ``[n, 4]``, and of all their rows.
+        self.draws = _handles(
+            answers, {shard: (part.flat, part.stamp) for shard, part in drawn.items()}
         )
-        self.drawn = _handles(
-            answers, {shard: (rows.flat, rows.stamp) for shard, rows in drawn.items()}
-        )
-        self.cells = self.drawn
+        self.cells = self.draws
         if spec.windows is not None:
             cells = {
-                shard: rows.cells.T
-                for shard, rows in drawn.items()
-                if rows.cells is not None
+                shard: part.cells.T
+                for shard, part in drawn.items()
+                if part.cells is not None
             }
             self.cells = _handles(answers, cells)
         if spec.is_prioritized:
@@ -119,42 +123,39 @@ class Batches:
 
     def take(self, beta: float) -> TensorDict:
         """Return the next batch, ``[B]``, in newly allocated memory."""
-        rank, window = self.rank[self.next], self.spec.window_rows
+        draws, window = self.rank[self.next], self.spec.window_rows
         self.next += 1
-        cells = (
-            rank
-            if window == 1
-            else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
-        )
-        leaves = self.layout.blank(cells.shape, cells.device)
-        gather_leaves(self.rows, cells, self.layout.extents, leaves)
-        report = {"index": self.cells.index_select(0, cells)}
+        rows = draws
+        if window > 1:
+            step = torch.arange(window, device="cpu")
+            rows = (draws[:, None] * window + step).flatten()
+        leaves = self.layout.blank(rows.shape, rows.device)
+        gather_leaves(self.rows, rows, self.layout.extents, leaves)
+        report = {"index": self.cells.index_select(0, rows)}
         if self.spec.windows is not None:
-            report["anchor_index"] = self.drawn[rank].repeat_interleave(window, 0)
+            report["anchor_index"] = self.draws[draws].repeat_interleave(window, 0)
         if self.spec.is_prioritized:
             weight = importance_weights(
-                self.probability[rank], self.least, self.live, beta, self.spec.norm
+                self.probability[draws], self.least, self.live, beta, self.spec.norm
             )
-            report["priority_weight"] = (
-                weight if window == 1 else weight.repeat_interleave(window)
-            )
-        return self.layout.wrap(leaves, cells.shape, cells.device, report)
+            report["priority_weight"] = weight.repeat_interleave(window)
+        return self.layout.wrap(leaves, rows.shape, rows.device, report)
 
 
-def _handles(
-    answers: dict[int, Answer], rows: Mapping[int, Sequence[np.ndarray] | np.ndarray]
-) -> Tensor:
+def drawn_of(answers: dict[int, Answer]) -> dict[int, Drawn]:
+    """Return the drawn rows of the shards that have drawn some."""
+    drawn = {shard: answer.drawn for shard, answer in answers.items()}
+    return {shard: rows for shard, rows in drawn.items() if rows is not None}
+
+
+def _handles(answers: dict[int, Answer], rows: Mapping[int, Any]) -> Tensor:
     """Return the entry ``"index"`` (``[n, 4]`` int64) for ``rows``, which maps shards
     to row numbers and stamps."""
-    columns = [
-        (shard, answers[shard].before.incarnation, *column)
-        for shard, column in rows.items()
-    ]
-    return torch.from_numpy(
-        np.concatenate(
-            [np.stack(np.broadcast_arrays(*column), 1) for column in columns]
-        )
-    )
+    parts = []
+    for shard, (flat, stamp) in rows.items():
+        columns = (shard, answers[shard].before.incarnation, flat, stamp)
+        parts.append(np.stack(np.broadcast_arrays(*columns), 1))
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def probabilities(
@@ -169,13 +170,14 @@ def probabilities(
     for shard, report in enumerate(known):
         if report is None:
             continue
-        then = answers[shard].before if shard in answers else report
-        rows += then.rows
+        answer = answers.get(shard)
+        at_draw = report if answer is None else answer.before
+        rows += at_draw.rows
         if not report.mass > 0.0:  # no row has a positive priority
             continue
         # P of a row is this scale times p ** alpha
-        scale = report.mass / total / then.mass
-        least = min(least, scale * then.smallest)
-        if shard in answers and (drawn := answers[shard].drawn) is not None:
-            parts.append(scale * drawn.weight)
+        scale = report.mass / total / at_draw.mass
+        least = min(least, scale * at_draw.smallest)
+        if answer is not None and answer.drawn is not None:
+            parts.append(scale * answer.drawn.weight)
     return torch.from_numpy(np.concatenate(parts)), least, rows

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
-from rlbuf_td.distributed.batches import Batches, Split, split
+from rlbuf_td.distributed.batches import Batches, Split, drawn_of, split
 from rlbuf_td.distributed.links import GRACE, RECOVERY, SHUT_DOWN, Links, refuse_late
 from rlbuf_td.distributed.shard import (
     ROW,
@@ -92,12 +92,9 @@ class Client:
         prefetch: int,
         home: int | None,
     ) -> None:
-        self._given = connect, spec, batch_size, prefetch, home
-        self.spec, self.prefetch, self.batch_size = (
-            spec,
-            prefetch,
-            batch_size or spec.batch_size,
-        )
+        self._arguments = connect, spec, batch_size, prefetch, home
+        self.spec, self.prefetch = spec, prefetch
+        self.batch_size = batch_size or spec.batch_size
         self.beta = spec.beta  # may be set at any time
         self.generator: torch.Generator | None = None
         handles, self._flow, engine = connect()
@@ -106,8 +103,7 @@ class Client:
         self._home = home
         # a copy of a client is another writer
         self._writer = random.SystemRandom().getrandbits(62)
-        # of the rows that this client writes
-        # once a shard has accepted some
+        # of the rows that this client writes, once a shard has accepted some
         self._layout: tuple[RowLayout, bytes] | None = None
         # calls of flow control that may admit rows which nobody waits for, and what
         # to take back then
@@ -119,10 +115,10 @@ class Client:
         self.stale = self.retries = 0
 
     def __getstate__(self) -> dict[str, object]:
-        return {"given": self._given, "beta": self.beta}
+        return {"arguments": self._arguments, "beta": self.beta}
 
     def __setstate__(self, state: State) -> None:
-        Client.__init__(self, *state["given"])
+        Client.__init__(self, *state["arguments"])
         self.beta = state["beta"]
 
     def sample(
@@ -166,8 +162,9 @@ class Client:
         while True:
             admission = self._admit_batch(size, wait, deadline)
             with self._taken_back(admission, sampled=size):
-                if self._arrives(size, wait, deadline):
-                    return self._ready.take(self.beta)  # pyrefly: ignore [missing-attribute]
+                batches = self._batches(size, wait, deadline)
+                if batches is not None:
+                    return batches.take(self.beta)
             # The counted rows are lost. Without a restart, writes and batches would
             # wait for each other.
             self._flow.found_empty.remote(*admission, size)
@@ -176,14 +173,13 @@ class Client:
 
     # -- flow control
 
-    def _ask_flow(self, method: str, *given: Any) -> Any:
+    def _ask_flow(self, method: str, *arguments: Any) -> Any:
         """Call a method of flow control, and return its result; without flow control,
         return None."""
         if self._flow is None:
             return None
-        return self._flow_answer(
-            getattr(self._flow, method).remote(*given), time.monotonic() + RECOVERY
-        )
+        call = getattr(self._flow, method).remote(*arguments)
+        return self._flow_answer(call, time.monotonic() + RECOVERY)
 
     def _flow_answer(self, call: Any, deadline: float) -> Any:
         """Return flow control's answer; TimeoutError if there is none by the
@@ -271,83 +267,80 @@ class Client:
 
     # -- batches
 
-    def _arrives(self, size: int, wait: bool, deadline: float) -> bool:
-        """Receive batches unless there are some; return False if rows that flow control
-        has counted do not arrive.
+    def _batches(self, size: int, wait: bool, deadline: float) -> Batches | None:
+        """Return batches of ``size`` rows, received now or before; None if rows that
+        flow control has counted do not arrive.
 
         Raises a RuntimeError if there are rows, but no row has a positive priority.
         """
-        arrival = time.monotonic() + (0.0 if self._flow is None else _ARRIVAL)
+        patience = 0.0 if self._flow is None else _ARRIVAL
+        arrival = time.monotonic() + patience
         while self._ready is None or not len(self._ready) or self._ready.size != size:
             if self._ahead is None or self._ahead.size != size:
                 self._ahead = self._send(size, deadline)
             if self._ahead is not None:
-                # after a TimeoutError, the next call waits for the same answers
-                self.links.wait_for(self._ahead.calls, deadline)
-                draw, self._ahead = self._ahead, None
-                self._ready = self._receive(draw)
-                if self._ready is None:
-                    self.retries += 1
-                elif self.prefetch:
-                    # now, while the reported masses are current
-                    self._ahead = self._send(size, deadline)
+                self._receive_ahead(self._ahead, deadline)
                 continue
-            now, links = time.monotonic(), self.links
-            if (
-                now >= arrival
-                and self._flow is not None
-                and len(links.live) == len(links.handles)
-            ):
-                return False
-            if now >= arrival and not wait:
-                raise RuntimeError(EMPTY)
+            if time.monotonic() >= arrival:
+                if self._flow is not None and self.links.are_all_live:
+                    return None
+                if not wait:
+                    raise RuntimeError(EMPTY)
             refuse_late(deadline, "the shards had no rows")
             time.sleep(0.005)
-        return True
+        return self._ready
+
+    def _receive_ahead(self, draw: Draw, deadline: float) -> None:
+        """Receive the requested batches, and request the next ones with
+        ``prefetch``."""
+        # after a TimeoutError, the next call waits for the same answers
+        self.links.wait_for(draw.calls, deadline)
+        self._ahead = None
+        self._ready = self._receive(draw)
+        if self._ready is None:
+            self.retries += 1
+        elif self.prefetch:
+            # now, while the reported masses are current
+            self._ahead = self._send(draw.size, deadline)
 
     def _send(self, size: int, deadline: float) -> Draw | None:
         """Request batches from the shards; return ``None`` if all shards are empty."""
-        links = self.links
+        links, windows = self.links, self.spec.windows
         links.require_one(deadline)
-        windows, batches = self.spec.windows, max(1, self.prefetch)
         # ValueError if it is no multiple of a window
         draws = size if windows is None else windows.drawn_rows_of(size)
         if not any(report is not None and report.mass > 0.0 for report in links.known):
             self._exchange(links.live, deadline)
         known = list(links.known)
-        mass = [0.0 if report is None else report.mass for report in known]
-        masses = torch.tensor(mass, dtype=torch.float64, device="cpu")
-        total = masses.sum()
-        if not float(total) > 0.0:
+        masses = torch.tensor(
+            [0.0 if report is None else report.mass for report in known],
+            dtype=torch.float64,
+            device="cpu",
+        )
+        if not float(masses.sum()) > 0.0:
             if any(report is not None and report.rows for report in known):
                 raise RuntimeError(NO_PRIORITY)
             return None
+        batches = max(1, self.prefetch)
+        parts = split(self._positions(batches, draws, masses.sum()), masses)
+        counts = parts.counts.tolist()
+        fractions = np.split(parts.fractions.numpy(), np.cumsum(counts)[:-1])
+        now = time.monotonic()
+        requests = {
+            shard: fractions[shard]
+            for shard in links.live
+            if counts[shard] or now - links.heard[shard] > _REFRESH
+        }
+        return Draw(size, batches, parts, known, self._request(requests))
+
+    def _positions(self, batches: int, draws: int, total: Tensor) -> Tensor:
+        """Return where the draws of batches lie between 0 and the total mass, ``[batches
+        * draws]``."""
         uniform = torch.rand(
             batches, draws, dtype=torch.float64, generator=self.generator, device="cpu"
         )
-        parts = split(
-            torch.cat(
-                [
-                    positions_in(numbers, total, self.spec.stratified)
-                    for numbers in uniform
-                ]
-            ),
-            masses,
-        )
-        counts, now = parts.counts.tolist(), time.monotonic()
-        fractions = np.split(parts.fractions.numpy(), np.cumsum(counts)[:-1])
-        shards = [
-            shard
-            for shard in links.live
-            if counts[shard] or now - links.heard[shard] > _REFRESH
-        ]
-        return Draw(
-            size,
-            batches,
-            parts,
-            known,
-            self._request({shard: fractions[shard] for shard in shards}),
-        )
+        stratified = self.spec.stratified
+        return torch.cat([positions_in(row, total, stratified) for row in uniform])
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
         """Send each shard its draws and its queued TD errors; return Ray's references
@@ -356,19 +349,22 @@ class Client:
         largest = max(
             (report.largest for report in known if report is not None), default=-1.0
         )
-        handles = np.concatenate(
-            [_NO_HANDLES, *(handles for handles, _ in self._errors)]
-        )
-        errors = np.concatenate([_NO_ERRORS, *(errors for _, errors in self._errors)])
+        handles = [_NO_HANDLES] + [handles for handles, _ in self._errors]
+        errors = [_NO_ERRORS] + [errors for _, errors in self._errors]
+        all_handles = np.concatenate(handles)
+        all_errors = np.concatenate(errors)
         self._errors.clear()
         requests = {}
-        for shard in fractions.keys() | set(np.unique(handles[:, SHARD]).tolist()):
-            mine = handles[:, SHARD] == shard
+        for shard in {*fractions, *np.unique(all_handles[:, SHARD]).tolist()}:
+            is_here = all_handles[:, SHARD] == shard
             if known[shard] is None:
-                self.stale += int(mine.sum())
+                self.stale += int(is_here.sum())
                 continue
             request = Request(
-                fractions.get(shard, _NO_ERRORS), largest, handles[mine], errors[mine]
+                fractions.get(shard, _NO_ERRORS),
+                largest,
+                all_handles[is_here],
+                all_errors[is_here],
             )
             requests[shard] = (pickle.dumps(request, 5),)
         return self.links.start("answer", requests)
@@ -387,31 +383,22 @@ class Client:
         Raise a SchemaError if the rows of the answers differ in layout.
         """
         answers = self.links.receive(draw.calls)
-        touched = [
+        shards = [
             shard for shard, count in enumerate(draw.split.counts.tolist()) if count
         ]
-        drawn = {
-            shard: answers[shard]
-            for shard in touched
-            if shard in answers and answers[shard].drawn is not None
-        }
-        if len(drawn) < len(touched):
+        drawn = drawn_of(answers)
+        if not drawn.keys() >= {*shards}:
             return None
-        names = {
-            shard: answer.drawn.layout
-            for shard, answer in drawn.items()
-            if answer.drawn
-        }
-        layout = next(iter(names.values()))
-        others = [shard for shard, name in names.items() if name != layout]
-        if others:
-            raise SchemaError(
-                f"shard {others[0]} holds rows of another layout than shard {next(iter(names))}"
-            )
+        first = drawn[shards[0]].layout
+        for shard in shards:
+            if drawn[shard].layout != first:
+                raise SchemaError(
+                    f"shard {shard} holds rows of another layout than shard {shards[0]}"
+                )
         return Batches(
             self.spec,
-            layout_named(layout),
-            drawn,
+            layout_named(first),
+            {shard: answers[shard] for shard in shards},
             draw.known,
             draw.split.rank.view(draw.batches, -1),
         )
@@ -441,7 +428,8 @@ class Client:
         spec = self.spec
         if not spec.is_prioritized:
             return
-        td_error, index = data.get(spec.priority_key, None), data.get("index", None)
+        td_error = data.get(spec.priority_key, None)
+        index = data.get("index", None)
         if td_error is None or index is None:
             missing = spec.priority_key if td_error is None else "index"
             raise KeyError(
@@ -460,21 +448,20 @@ class Client:
     def _checked(self, index: Tensor, rows: int) -> Tensor:
         """Return the index of a batch as ``[rows, 4]``; ValueError if it does not name
         rows of the shards."""
-        shape, limits = (
-            tuple(index.shape),
-            torch.tensor([len(self.links.handles), self.spec.capacity], device="cpu"),
-        )
+        shape = tuple(index.shape)
+        shards = len(self.links.handles)
         index = index.cpu().reshape(-1, shape[-1] if shape else 1)
         if index.shape != (rows, 4) or index.dtype is not torch.int64:
             kind = str(index.dtype).removeprefix("torch.")
             raise ValueError(
                 f"the 'index' of a batch from shards is int64 [{rows}, 4], got {kind} of shape {shape}"
             )
-        named = index[:, [SHARD, ROW]]
-        if bool(((named < 0) | (named >= limits)).any()):
-            raise ValueError(
-                f"the 'index' names rows that are not in the {len(self.links.handles)} shards"
-            )
+        for column, size in ((SHARD, shards), (ROW, self.spec.capacity)):
+            numbers = index[:, column]
+            if bool(((numbers < 0) | (numbers >= size)).any()):
+                raise ValueError(
+                    f"the 'index' names rows that are not in the {shards} shards"
+                )
         return index
 
     def synchronize(self) -> None:
@@ -514,7 +501,8 @@ class Client:
         The first rows that a shard stores fix the keys, dtypes and shapes of the rows
         in all shards. If a shard refuses rows after this call has returned, the next
         write or :meth:`synchronize` raises its error, and the rows of that write have
-        not been sent. Flow control counts no rows that are refused or lost.
+        not been sent. Flow control counts no rows that are refused or lost; of a client
+        that is killed in this call, it may go on counting the rows of this write.
 
         Raises:
             SchemaError: the data does not match earlier rows of this client or of the

@@ -83,6 +83,14 @@ class Links:
     def live(self) -> list[int]:
         return [shard for shard, report in enumerate(self.known) if report is not None]
 
+    @property
+    def are_all_live(self) -> bool:
+        return None not in self.known
+
+    @property
+    def are_all_dead(self) -> bool:
+        return len(self._dead) == len(self.handles)
+
     def hear(self, shard: int, report: Report) -> None:
         last = self._last[shard]
         if last is not None and last.incarnation != report.incarnation:
@@ -103,11 +111,7 @@ class Links:
         while self._probes:
             for shard in [*self._probes]:
                 self._return(shard)
-            if (
-                self.live
-                or len(self._dead) == len(self.handles)
-                or time.monotonic() >= deadline
-            ):
+            if self.live or self.are_all_dead or time.monotonic() >= deadline:
                 return
             time.sleep(0.01)
 
@@ -116,15 +120,16 @@ class Links:
         seconds, and TimeoutError if none answers before the ``deadline``."""
         self.require_open()
         self.revive(min(RECOVERY, deadline - time.monotonic()))
-        if not self.live and len(self._dead) == len(self.handles):
+        if self.live:
+            return
+        if self.are_all_dead:
             raise ShardsGone(
                 f"{SHUT_DOWN}, or its shards have crashed: Ray restarts none of {len(self.handles)}"
             )
-        if not self.live:
-            refuse_late(deadline, "no shard has answered")
-            raise ShardLost(
-                f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds"
-            )
+        refuse_late(deadline, "no shard has answered")
+        raise ShardLost(
+            f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds"
+        )
 
     def close(self) -> None:
         """Make later calls raise :class:`~rlbuf_td.ShutDown`."""
@@ -138,20 +143,22 @@ class Links:
     def _probe(self, shard: int) -> None:
         """Ask a lost shard for a report; Ray repeats the call if the shard's process
         dies or is not there yet."""
-        self._probes[shard] = (
-            self.handles[shard].report.options(max_task_retries=-1).remote()
-        )
+        report = self.handles[shard].report.options(max_task_retries=-1)
+        self._probes[shard] = report.remote()
 
     def _return(self, shard: int) -> None:
+        """Use a lost shard again if it has answered."""
         if not self.engine.wait([self._probes[shard]], timeout=0)[0]:
             return
         try:
-            report, last = self.engine.get(self._probes[shard]), self._last[shard]
+            report = self.engine.get(self._probes[shard])
         except ActorDiedError:  # for good
             self._dead.add(shard)
             return
         except RayActorError:
-            return self._probe(shard)
+            self._probe(shard)
+            return
+        last = self._last[shard]
         # not restarted, only slow
         if last is not None and last.incarnation == report.incarnation:
             self.patience = min(2 * self.patience, RECOVERY)
@@ -173,15 +180,14 @@ class Links:
     ) -> dict[int, Any]:
         """Return each shard's answer; mark shards that crash or do not answer within
         ``patience`` seconds as lost."""
-        answers, deadline = (
-            {},
-            time.monotonic() + (self.patience if patience is None else patience),
-        )
+        if patience is None:
+            patience = self.patience
+        deadline = time.monotonic() + patience
+        answers = {}
         for shard, call in calls.items():
+            seconds = max(0.0, deadline - time.monotonic())
             try:
-                answers[shard] = self.engine.get(
-                    call, timeout=max(0.0, deadline - time.monotonic())
-                )
+                answers[shard] = self.engine.get(call, timeout=seconds)
             except (RayActorError, GetTimeoutError):
                 self.lose(shard)
         return answers
@@ -193,9 +199,8 @@ class Links:
         if not calls or left >= self.patience:
             return
         waiting = [*calls.values()]
-        _, late = self.engine.wait(
-            waiting, num_returns=len(waiting), timeout=max(0.0, left)
-        )
+        seconds = max(0.0, left)
+        _, late = self.engine.wait(waiting, num_returns=len(waiting), timeout=seconds)
         if late:
             raise TimeoutError(
                 "a shard has not answered within the timeout of this call"
@@ -203,11 +208,10 @@ class Links:
 
     def receive(self, calls: Mapping[int, object]) -> dict[int, Answer]:
         """Wait for the answers to requests, and store the shard's report in each."""
-        answers = {
-            shard: pickle.loads(answer) for shard, answer in self.finish(calls).items()
-        }
-        for shard, answer in answers.items():
-            self.hear(shard, answer.after)
+        answers = {}
+        for shard, pickled in self.finish(calls).items():
+            answers[shard] = pickle.loads(pickled)
+            self.hear(shard, answers[shard].after)
         return answers
 
     def reports(
@@ -229,12 +233,9 @@ class Links:
         store and return their reports."""
         self.require_open()
         self.revive()
-        return self.reports(
-            self.start(
-                method, dict.fromkeys(self.live if shards is None else shards, ())
-            ),
-            patience,
-        )
+        asked = self.live if shards is None else shards
+        calls = self.start(method, dict.fromkeys(asked, ()))
+        return self.reports(calls, patience)
 
     # -- writes
 
@@ -279,9 +280,7 @@ class Links:
                 except RayActorError:
                     refused = []
                     is_complete = False
-                    self.lost_rows[shard] += writes[0].rows
-                    self._give_back(writes[0].epoch, writes[0].rows)
-                    self.lose(shard)
+                    self._lose_write(shard, writes[0])
                 writes.popleft()
                 for refusal in refused:
                     self._give_back(refusal.epoch, refusal.rows)
@@ -289,6 +288,11 @@ class Links:
         if refusals:
             raise refusals[0].error
         return is_complete
+
+    def _lose_write(self, shard: int, write: Write) -> None:
+        self.lost_rows[shard] += write.rows
+        self._give_back(write.epoch, write.rows)
+        self.lose(shard)
 
     def _answer(self, write: Write) -> list[Refusal]:
         """Return the refusals that a shard has answered; one that it has raised is that

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -46,13 +46,13 @@ class Spec(NamedTuple):
     capacity: int  # rows per shard
     batch_size: int | None
     priority_key: Any
-    is_prioritized: bool
-    beta: float
-    norm: str | None
-    stratified: bool
-    reduction: Any
     # a sampler with the settings of the shards' SequenceSamplers; it never draws
     windows: SequenceSampler | None
+    is_prioritized: bool = False
+    beta: float = 0.0
+    norm: str | None = None
+    stratified: bool = True
+    reduction: Any = "max"
 
     @property
     def window_rows(self) -> int:
@@ -64,32 +64,32 @@ class Spec(NamedTuple):
     def of(cls, buffer: ReplayBuffer) -> Spec:
         """Return the properties of a buffer; TypeError or ValueError if the buffer
         cannot be sharded."""
-        inner, outer, windows = checked_sampler(buffer), buffer.sampler, None
+        inner, outer = checked_sampler(buffer), buffer.sampler
+        windows = None
         if isinstance(outer, SequenceSampler):
-            settings = {
-                "burn_in": outer.burn_in,
-                "boundary": outer.boundary,
-                "priority": outer.priority_rule,
-            }
             windows = SequenceSampler(
-                UniformSampler(), outer.length, eta=outer.eta, **settings
+                UniformSampler(),
+                outer.length,
+                burn_in=outer.burn_in,
+                boundary=outer.boundary,
+                priority=outer.priority_rule,
+                eta=outer.eta,
             )
-        common = (
-            buffer.storage.ndim,
-            buffer.storage.max_size,
-            buffer.batch_size,
-            buffer.priority_key,
+        spec = cls(
+            ndim=buffer.storage.ndim,
+            capacity=buffer.storage.max_size,
+            batch_size=buffer.batch_size,
+            priority_key=buffer.priority_key,
+            windows=windows,
         )
         if not isinstance(inner, ProportionalSampler):
-            return cls(*common, False, 0.0, None, True, "max", windows)
-        return cls(
-            *common,
-            True,
-            inner.beta,
-            inner.weight_norm,
-            inner.stratified,
-            inner.reduction,
-            windows,
+            return spec
+        return spec._replace(
+            is_prioritized=True,
+            beta=inner.beta,
+            norm=inner.weight_norm,
+            stratified=inner.stratified,
+            reduction=inner.reduction,
         )
 
 
@@ -102,56 +102,47 @@ def checked_sampler(buffer: object) -> Any:
         raise TypeError(
             f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}"
         )
-    sampler, parts = buffer.sampler, buffer._initialize()
+    sampler = buffer.sampler
     inner = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
-    for is_there, what, remedy in (
-        (
-            type(inner) not in (UniformSampler, ProportionalSampler),
-            type(inner).__name__,
-            "a ProportionalSampler",
-        ),
-        (
-            getattr(inner, "max_age", None) is not None,
-            "max_age",
-            "rows of any age, or one buffer",
-        ),
-        (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
-        (
-            getattr(inner, "unique", False),
-            "UniformSampler(unique=True)",
-            "unique=False",
-        ),
-        (
-            getattr(sampler, "boundary", "") == "strict",
-            "boundary='strict'",
-            "'pad' or 'shift'",
-        ),
-        (
-            type(buffer.writer) is not RingWriter,
-            type(buffer.writer).__name__,
-            "a RingWriter",
-        ),
-        (len(parts.transforms), "a transform", "transforms in the learner"),
-        (
-            buffer._prefetch or buffer.batch_device,
-            "prefetch or device",
-            "those of the shards and the learner",
-        ),
-        (
-            buffer.flow is not None,
+    unfit = [*_unfit_samplers(sampler, inner), *_unfit_parts(buffer)]
+    if unfit:
+        what, remedy = unfit[0]
+        raise ValueError(f"{what} has no exact form over shards: use {remedy}")
+    return inner
+
+
+def _unfit_samplers(sampler: Any, inner: Any) -> Iterator[tuple[str, str]]:
+    """Yield what of a sampler cannot be sharded, and what to use instead."""
+    if type(inner) not in (UniformSampler, ProportionalSampler):
+        yield type(inner).__name__, "a ProportionalSampler"
+    if getattr(inner, "max_age", None) is not None:
+        yield "max_age", "rows of any age, or one buffer"
+    if isinstance(sampler, EpisodeSampler):
+        yield "EpisodeSampler", "a SequenceSampler"
+    if getattr(inner, "unique", False):
+        yield "UniformSampler(unique=True)", "unique=False"
+    if getattr(sampler, "boundary", "") == "strict":
+        yield "boundary='strict'", "'pad' or 'shift'"
+
+
+def _unfit_parts(buffer: ReplayBuffer) -> Iterator[tuple[str, str]]:
+    """Yield what else of a buffer cannot be sharded, and what to use instead."""
+    device = buffer.storage.device
+    if type(buffer.writer) is not RingWriter:
+        yield type(buffer.writer).__name__, "a RingWriter"
+    if len(buffer._initialize().transforms):
+        yield "a transform", "transforms in the learner"
+    if buffer._prefetch or buffer.batch_device:
+        yield "prefetch or device", "those of the shards and the learner"
+    if buffer.flow is not None:
+        yield (
             "flow control",
             "samples_per_insert and min_size of the ShardedReplayBuffer",
-        ),
-        (buffer._sample_unit is not None, "a sample unit", "a SequenceSampler"),
-        (
-            buffer.storage.device.type != "cpu",
-            f"rows on {buffer.storage.device}",
-            "rows on the CPU",
-        ),
-    ):
-        if is_there:
-            raise ValueError(f"{what} has no exact form over shards: use {remedy}")
-    return inner
+        )
+    if buffer._sample_unit is not None:
+        yield "a sample unit", "a SequenceSampler"
+    if device.type != "cpu":
+        yield f"rows on {device}", "rows on the CPU"
 
 
 class Report(NamedTuple):
@@ -248,25 +239,32 @@ class Shard:
         agreed: AgreedLayout,
     ) -> None:
         self.make_buffer, self._agreed = make_buffer, agreed
-        self._prepared: ReplayBuffer | None = None
         self.incarnation = time.time_ns()
         self._set(make_buffer())
+        self._prepared: ReplayBuffer | None = None  # for :meth:`accept`
         self._staged: list[Staged] = []
         # writer -> what it has not been told yet
         self._refused: dict[int, list[Refusal]] = {}
-        self._writer, self._last_draw, self._stale = -1, -inf, 0
-        # from which a restarted shard continues; a newer dump may replace it meanwhile
+        self._writer: int | None = None  # of the last stored rows
+        self._last_draw = -inf  # its time
+        self._stale = 0  # updates of rows from before a restart
+        self._continue(find_dump)
+
+    def _continue(self, find_dump: Callable[[], str | None]) -> None:
+        """Load the dump from which a restarted shard continues, if there is one."""
         folder = find_dump()
         while folder is not None:
             try:
-                self._continue(folder)
+                self._load(folder)
                 return
             except CheckpointError:
-                before, folder = folder, find_dump()
-                if folder == before:
+                # a newer dump may have replaced it meanwhile
+                newest = find_dump()
+                if newest == folder:
                     raise
+                folder = newest
 
-    def _continue(self, folder: str) -> None:
+    def _load(self, folder: str) -> None:
         """Load a dump, unless the other shards have rows of another layout by now."""
         self.prepare([(folder, 0)])
         prepared, self._prepared = self._prepared, None
@@ -294,27 +292,25 @@ class Shard:
         return sum(staged.data.numel() for staged in self._staged)
 
     def report(self) -> Report:
-        rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
+        rows = len(self.storage)
+        mass = float(rows)
+        smallest = 1.0 if rows else inf
+        largest = -1.0
         if self._prioritized is not None:
             self._prioritized.rule.refresh_weights()
-            tree, largest = (
-                self._prioritized.rule.table,
-                self._prioritized.priorities.largest,
-            )
-            mass, smallest = float(tree.total), float(tree.smallest)
-        elif rows:
-            mass, smallest = float(rows), 1.0
-        written = self.buffer.write_count + self._waiting
-        stale = self._stale + self.buffer.stale_updates.total()
+            tree = self._prioritized.rule.table
+            mass = float(tree.total)
+            smallest = float(tree.smallest)
+            largest = float(self._prioritized.priorities.largest)
         return Report(
-            self.incarnation,
-            mass,
-            smallest,
-            rows,
-            self._waiting,
-            written,
-            float(largest),
-            stale,
+            incarnation=self.incarnation,
+            mass=mass,
+            smallest=smallest,
+            rows=rows,
+            waiting=self._waiting,
+            inserts=self.buffer.write_count + self._waiting,
+            largest=largest,
+            stale_updates=self._stale + self.buffer.stale_updates.total(),
         )
 
     def process(self) -> int:
@@ -329,7 +325,8 @@ class Shard:
         """Draw rows, apply the request's TD errors, store waiting rows, and report the
         new mass, in this order."""
         self._last_draw = time.monotonic()
-        before, drawn = self.report(), None
+        before = self.report()
+        drawn = None
         if len(request.fractions) and before.mass > 0:
             drawn = self._drawn_at(request.fractions)
         self._learn(request)
@@ -407,7 +404,8 @@ class Shard:
                 "the shard was restarted during the load: load the dump again"
             )
         self._set(self._prepared)
-        self._prepared, self._staged = None, []
+        self._prepared = None
+        self._staged = []
         layout = written_layout(self.storage)
         if layout is not None:
             self._agreed.replace(named(layout))
@@ -416,22 +414,25 @@ class Shard:
     def _drawn_at(self, fractions: np.ndarray) -> Drawn:
         """Draw one row for each element of ``fractions``, positions in [0, 1) in the
         cumulative weights of the rows."""
-        rows, where = len(self.storage), torch.from_numpy(fractions.copy())
+        rows = len(self.storage)
+        positions = torch.from_numpy(fractions.copy())
         if self._prioritized is None:
-            flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
+            flat = (positions * rows).to(torch.int64)
+            weight = torch.ones_like(positions)
         else:
-            flat, _ = self._prioritized.rule.draw(where, rows, False, None)
-            weight = self._prioritized.rule.table.weight[flat].to(torch.float64)
+            rule = self._prioritized.rule
+            flat, _ = rule.draw(positions, rows, False, None)
+            weight = rule.table.weight[flat].to(torch.float64)
         cells, packed, layout = self._packed(flat)
         if self._layout[0] is not layout:
             self._layout = layout, named(layout)
         return Drawn(
-            packed,
-            flat.numpy(),
-            self.storage.stamps(flat).numpy(),
-            weight.numpy(),
-            cells,
-            self._layout[1],
+            rows=packed,
+            flat=flat.numpy(),
+            stamp=self.storage.stamps(flat).numpy(),
+            weight=weight.numpy(),
+            cells=cells,
+            layout=self._layout[1],
         )
 
     def _packed(
@@ -450,12 +451,11 @@ class Shard:
         is_windowed = info.pop("anchor_index", None) is not None
         merge_(batch, info)
         layout = self._layout[0] or RowLayout(batch, 1)
-        rows = (
-            torch.stack((cells, self.storage.stamps(cells)), 1).numpy()
-            if is_windowed
-            else None
-        )
-        return rows, pack(layout, batch, batch.batch_size), layout
+        packed = pack(layout, batch, batch.batch_size)
+        if not is_windowed:
+            return None, packed, layout
+        rows = torch.stack((cells, self.storage.stamps(cells)), 1)
+        return rows.numpy(), packed, layout
 
     def _learn(self, request: Request) -> None:
         """Apply the TD errors of a request, and update the largest TD error, which sets
@@ -464,15 +464,15 @@ class Shard:
             return
         priorities = self._prioritized.priorities
         priorities.largest = max(priorities.largest, request.largest)
-        if len(request.errors):
-            current = request.handles[:, INCARNATION] == self.incarnation
-            self._stale += int((~current).sum())
-            flat, stamp = (
-                torch.from_numpy(request.handles[current, column])
-                for column in (ROW, STAMP)
-            )
-            errors = torch.from_numpy(request.errors[current])
-            self.buffer._update_sampled(Update(flat, errors, stamp))
+        if not len(request.errors):
+            return
+        is_current = request.handles[:, INCARNATION] == self.incarnation
+        self._stale += int((~is_current).sum())
+        handles = torch.from_numpy(request.handles[is_current])
+        flat = handles[:, ROW].contiguous()
+        stamp = handles[:, STAMP].contiguous()
+        errors = torch.from_numpy(request.errors[is_current])
+        self.buffer._update_sampled(Update(flat, errors, stamp))
 
     def _enter(self) -> None:
         """Store all rows that wait; note those that the buffer refuses, for their
@@ -540,35 +540,40 @@ def _extend_by(
 ) -> None:
     """Write rows of dumps, and their priorities, to a buffer: time steps ``first`` to
     ``last`` of all in order."""
+    begin = 0  # of the dump, in all steps
     for folder, steps in dumps:
-        low, high = max(first, 0), min(last, steps)
-        first, last = first - steps, last - steps
-        if low >= high:
-            continue
-        checkpoint = open_checkpoint(folder)
-        source, state = checkpoint.storage, innermost_state(checkpoint.sampler)
-        if source is None or int(source.ring.count[0]) != steps:
-            raise CheckpointError(
-                f"{folder} does not hold the {steps} time steps that the manifest says"
-            )
-        ring, prioritized = source.ring, buffer._initialize().prioritized
+        low = max(first - begin, 0)
+        high = min(last - begin, steps)
+        begin += steps
+        if low < high:
+            _extend_by_dump(buffer, folder, steps, range(low, high))
+
+
+def _extend_by_dump(buffer: ReplayBuffer, folder: str, steps: int, part: range) -> None:
+    """Write a ``part`` of the ``steps`` time steps of a dump, and their priorities, to
+    a buffer."""
+    checkpoint = open_checkpoint(folder)
+    source, state = checkpoint.storage, innermost_state(checkpoint.sampler)
+    if source is None or int(source.ring.count[0]) != steps:
+        raise CheckpointError(
+            f"{folder} does not hold the {steps} time steps that the manifest says"
+        )
+    ring, prioritized = source.ring, buffer._initialize().prioritized
+    _end_trajectories(buffer.storage)
+    if prioritized is not None:
+        prioritized.alpha = state["alpha"]
+    lane = torch.arange(ring.lanes, device="cpu")
+    serials = torch.arange(part.start, part.stop, device="cpu") + int(ring.tail[0])
+    at_once = max(1, _AT_ONCE // (source.row_bytes * ring.lanes))
+    for slots in (serials % ring.steps).split(at_once):
+        rows = source.get(slots)
+        index = buffer.extend(
+            rows if source.ndim == 1 else rows.transpose(0, 1), update_priority=False
+        )
         if prioritized is not None:
-            prioritized.alpha = state["alpha"]
-        _end_trajectories(buffer.storage)
-        slots = (torch.arange(low, high, device="cpu") + int(ring.tail[0])) % ring.steps
-        for part in slots.split(max(1, _AT_ONCE // (source.row_bytes * ring.lanes))):
-            rows = source.get(part)
-            index = buffer.extend(
-                rows if source.ndim == 1 else rows.transpose(0, 1),
-                update_priority=False,
-            )
-            if prioritized is not None:
-                cells = (
-                    part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")
-                ).flatten()
-                magnitude = state["magnitude"][cells]
-                prioritized.priorities.set_magnitudes(index, magnitude, buffer.storage)
-        if prioritized is not None:
-            prioritized.priorities.largest = max(
-                prioritized.priorities.largest, float(state["largest"])
-            )
+            cells = (slots[:, None] * ring.lanes + lane).flatten()
+            magnitude = state["magnitude"][cells]
+            prioritized.priorities.set_magnitudes(index, magnitude, buffer.storage)
+    if prioritized is not None:
+        priorities = prioritized.priorities
+        priorities.largest = max(priorities.largest, float(state["largest"]))

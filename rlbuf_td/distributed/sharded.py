@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from rlbuf_td.distributed.shard import Shard, Spec
 from rlbuf_td.storages.checks import State, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
-_POLL = 0.002  # seconds between two questions whether flow control admits a call
 _STORE = "rlbuf_td"  # the namespace of keys in Ray's key-value store
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # of the manifest of a dump
 
@@ -76,12 +74,12 @@ def _names(shards: int) -> list[str]:
 
 
 def newest_dump(path: Path, shard: int, shards: int) -> str | None:
+    """Return the folder of a shard's last dump; None if there is none of as many
+    shards."""
     manifest = Manifest.last(path)
-    return (
-        None
-        if manifest is None or len(manifest.steps) != shards
-        else manifest.folders(path)[shard]
-    )
+    if manifest is None or len(manifest.steps) != shards:
+        return None
+    return manifest.folders(path)[shard]
 
 
 def dump_after_restart(path: Path | None, shard: int, shards: int) -> str | None:
@@ -243,56 +241,45 @@ class ShardedReplayBuffer(Client):
         dump_dir: str | Path | None = None,
         **actor_options: Any,
     ) -> None:
-        num_shards, prefetch = (
-            whole(1)("num_shards", num_shards),
-            whole(0)("prefetch", prefetch),
-        )
+        num_shards = whole(1)("num_shards", num_shards)
+        prefetch = whole(0)("prefetch", prefetch)
         spec = Spec.of(make_buffer())
         flow = make_flow(samples_per_insert, min_size, tolerance)
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        self.dump_dir, self._next_home = (
-            None if dump_dir is None else Path(dump_dir).absolute(),
-            0,
-        )
-        name, context = f"rlbuf_td-{uuid.uuid4().hex[:12]}", ray.get_runtime_context()
-        options = {
+        self.dump_dir = None if dump_dir is None else Path(dump_dir).absolute()
+        self._next_home = 0
+        name = f"rlbuf_td-{uuid.uuid4().hex[:12]}"
+        context = ray.get_runtime_context()
+        options: dict[str, Any] = {
             "num_cpus": 0,
             "max_restarts": -1,
             "scheduling_strategy": "SPREAD",
         } | actor_options
-        actor = ray.remote(Shard)
-        self._actors = []
         self._agreed = LayoutInRay(name)
+        self._actors = []
         for shard in range(num_shards):
+            actor = ray.remote(Shard).options(name=f"{name}-{shard}", **options)
             dump = partial(dump_after_restart, self.dump_dir, shard, num_shards)
-            self._actors.append(
-                actor.options(name=f"{name}-{shard}", **options).remote(
-                    make_buffer, dump, self._agreed
-                )
-            )
+            self._actors.append(actor.remote(make_buffer, dump, self._agreed))
         if flow is not None:
-            settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance
-            count = partial(rows_after_restart, name, num_shards, context.namespace)
-            restarts = {"max_restarts": options["max_restarts"], "max_task_retries": -1}
-            self._actors.append(
-                ray.remote(Limiter)
-                .options(name=f"{name}-flow", num_cpus=0, **restarts)
-                .remote(count, *settings)
+            actor = ray.remote(Limiter).options(
+                name=f"{name}-flow",
+                num_cpus=0,
+                max_restarts=options["max_restarts"],
+                max_task_retries=-1,
             )
-        where = (
-            name,
-            num_shards,
-            flow is not None,
-            context.gcs_address,
-            context.namespace,
-        )
-        super().__init__(partial(connect, *where), spec, batch_size, prefetch, None)
+            count = partial(rows_after_restart, name, num_shards, context.namespace)
+            settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance
+            self._actors.append(actor.remote(count, *settings))
+        address = context.gcs_address, context.namespace
+        connection = partial(connect, name, num_shards, flow is not None, *address)
+        super().__init__(connection, spec, batch_size, prefetch, None)
 
     def __reduce__(self) -> Any:
         """Pickle and copy as a :class:`Client`, because only this object can shut down
         the shards."""
-        return Client, self._given
+        return Client, self._arguments
 
     def client(self) -> Client:
         """Return a client for one learner or collector, which may run in another
@@ -303,11 +290,10 @@ class ShardedReplayBuffer(Client):
         """Return ``n`` clients, which write to consecutive shards."""
         n = whole(1)("n", n)
         self.links.require_open()
-        first, self._next_home = self._next_home, self._next_home + n
-        return [
-            Client(*self._given[:-1], (first + shard) % len(self.links.handles))
-            for shard in range(n)
-        ]
+        homes = range(self._next_home, self._next_home + n)
+        self._next_home += n
+        shards = len(self.links.handles)
+        return [Client(*self._arguments[:-1], home % shards) for home in homes]
 
     def health(self) -> dict[str, Any]:
         """Return the state of the shards and of flow control.
@@ -321,18 +307,18 @@ class ShardedReplayBuffer(Client):
             ``"stale_updates"``: number of all skipped TD errors. ``"flow"``: counters
             of flow control, if it is used.
         """
-        reports, shards = self.links.ask("report"), []
+        reports = self.links.ask("report")
+        shards = []
         for shard, lost_rows in enumerate(self.links.lost_rows):
             report = reports[shard]._asdict() if shard in reports else {}
             shards.append({"alive": shard in reports, "lost_rows": lost_rows} | report)
+        stale = sum(report.stale_updates for report in reports.values())
         health = {
             "shards": shards,
             "lost_shards": self.links.losses,
             "retries": self.retries,
+            "stale_updates": self.stale + stale,
         }
-        health["stale_updates"] = self.stale + sum(
-            counts.get("stale_updates", 0) for counts in shards
-        )
         flow = self._ask_flow("report")
         return health if flow is None else health | {"flow": flow}
 
@@ -380,23 +366,21 @@ class ShardedReplayBuffer(Client):
         """
         path = self._folder(path)
         self.synchronize()
-        names, last = _names(len(self.links.handles)), Manifest.last(path)
+        names = _names(len(self.links.handles))
+        last = Manifest.last(path)
         folder = new_folder(path, _FOLDER, last and last.dump, names)
         flow = self._ask_flow("state_dict")
         folders = {shard: (str(folder / name),) for shard, name in enumerate(names)}
         sizes = self.links.finish(self.links.start("dump", folders), _LONG)
-        if len(sizes) < len(names):
-            raise CheckpointError(
-                f"shards {sorted(folders.keys() - sizes.keys())} are lost: the dump is not complete"
-            )
+        lost = sorted(folders.keys() - sizes.keys())
+        if lost:
+            raise CheckpointError(f"shards {lost} are lost: the dump is not complete")
         self.links.ask("report")
-        steps, lanes = zip(*(sizes[shard] for shard in folders), strict=True)
+        steps = [sizes[shard][0] for shard in folders]
+        lanes = max(lanes for _, lanes in sizes.values())
+        manifest = Manifest(folder.name, steps, lanes, flow)
         # This makes the new dump the valid one.
-        save_state(
-            path / _FOLDER,
-            _KIND,
-            Manifest(folder.name, [*steps], max(lanes), flow)._asdict(),
-        )
+        save_state(path / _FOLDER, _KIND, manifest._asdict())
         delete_others(folder)
 
     def loads(self, path: str | Path | None = None) -> None:
@@ -423,9 +407,9 @@ class ShardedReplayBuffer(Client):
         self.links.require_open()
         path, links = self._folder(path), self.links
         manifest = Manifest.read(path)
-        parts, flow = self._parts(path, manifest), manifest.flow
+        parts = self._parts(path, manifest)
         try:
-            FlowControl().refuse_state(flow)
+            FlowControl().refuse_state(manifest.flow)
         except ValueError as error:
             raise CheckpointError(f"cannot load {path}: {error}") from None
         try:
@@ -437,18 +421,21 @@ class ShardedReplayBuffer(Client):
             raise
         reports = links.reports(links.start("accept", dict.fromkeys(parts, ())), _LONG)
         self._forget()
-        self._ask_flow("restore", flow, sum(report.rows for report in reports.values()))
+        rows = sum(report.rows for report in reports.values())
+        self._ask_flow("restore", manifest.flow, rows)
         if len(reports) < len(parts):
             raise CheckpointError("shards were lost during the load")
 
     def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
         """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError
         if it has too little room."""
-        count, total = len(self.links.handles), sum(manifest.steps)
+        count = len(self.links.handles)
+        total = sum(manifest.steps)
         dumps = [*zip(manifest.folders(path), manifest.steps, strict=True)]
         if len(dumps) == count:
             return {shard: ([dump],) for shard, dump in enumerate(dumps)}
-        bounds = [*pairwise(round(shard * total / count) for shard in range(count + 1))]
+        ends = [round(shard * total / count) for shard in range(count + 1)]
+        bounds = [*pairwise(ends)]
         most = max(last - first for first, last in bounds) * manifest.lanes
         if most > self.spec.capacity:
             raise ValueError(
@@ -524,6 +511,7 @@ class Limiter(FlowControl):
     ) -> None:
         super().__init__(samples_per_insert, min_size, tolerance)
         self._incarnation = time.time_ns()
+        self._changed = asyncio.Event()  # the counts, since a call began to wait
         rows = count_rows()
         if rows is not None:
             self.restart(rows)
@@ -539,19 +527,20 @@ class Limiter(FlowControl):
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> Admission:
         """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise
         RuntimeError instead."""
+        admit = partial(self.admit_sample, rows)
+        reason = partial(self.why_no_batch, rows)
         if wait:
-            reason = partial(self.why_no_batch, rows)
-            await self._until(
-                partial(self.admit_sample, rows), timeout, reason, of_sample=True
-            )
-        elif not self.admit_sample(rows):
-            raise RuntimeError(not_now(rows, self.why_no_batch(rows)))
-        return Admission(self.epoch, self.inserted)
+            await self._until(admit, timeout, reason, of_sample=True)
+        elif not admit():
+            raise RuntimeError(not_now(rows, reason()))
+        return self._admitted()
 
     async def insert(self, rows: int) -> Admission:
         """Wait until a write of ``rows`` rows is admitted."""
-        await self._until(partial(self.admit_insert, rows), None, str, of_sample=False)
-        return Admission(self.epoch, self.inserted)
+        admit = partial(self.admit_insert, rows)
+        reason = partial(self.why_no_write, rows)
+        await self._until(admit, None, reason, of_sample=False)
+        return self._admitted()
 
     async def _until(
         self,
@@ -561,16 +550,41 @@ class Limiter(FlowControl):
         *,
         of_sample: bool,
     ) -> None:
-        deadline = inf if timeout is None else time.monotonic() + timeout
+        """Wait until ``admit()`` returns True, for at most ``timeout`` seconds."""
         if admit():
             return
         self.count_wait(of_sample=of_sample)
+        # a larger batch or write than any before raises the tolerance for others
+        self._changed.set()
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not admit():
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"waited for {timeout:.3g} seconds: {reason()}")
-            await asyncio.sleep(_POLL)
+            self._changed.clear()
+            seconds = None if deadline is None else deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._changed.wait(), seconds)
+            except asyncio.TimeoutError:
+                message = f"waited for {timeout:.3g} seconds: {reason()}"
+                raise TimeoutError(message) from None
 
-    async def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
+    def _admitted(self) -> Admission:
+        self._changed.set()
+        return Admission(self.epoch, self.inserted)
+
+    # Whatever changes the counts wakes the calls that wait.
+
+    def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
+        super().take_back(epoch, sampled=sampled, inserted=inserted)
+        self._changed.set()
+
+    def restart(self, rows: int) -> None:
+        super().restart(rows)
+        self._changed.set()
+
+    def restore(self, state: State | None, rows: int) -> None:
+        super().restore(state, rows)
+        self._changed.set()
+
+    def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
         """Take back a batch of ``sampled`` rows, because all shards are empty; restart
         the counts.
 

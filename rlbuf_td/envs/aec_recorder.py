@@ -11,8 +11,7 @@ import numpy as np
 from rlbuf_td.envs.recorder import BufferLane, Recorder, Target
 from rlbuf_td.envs.specs import (
     ACTION_MASK,
-    after_step,
-    paths_of,
+    parts_of_step,
     takes_turns,
     turns_schema,
 )
@@ -92,7 +91,8 @@ class AECRecorder:
             raise TypeError(
                 f"env must be an AECEnv of PettingZoo, whose agents take turns, got a {type(env).__name__}"
             )
-        self.env, agents = env, [*env.possible_agents]
+        self.env = env
+        agents = [*env.possible_agents]
         targets = buffer if isinstance(buffer, Mapping) else _lanes_of(buffer, env)
         unknown = [agent for agent in targets if agent not in agents]
         if unknown:
@@ -102,28 +102,33 @@ class AECRecorder:
         self._seats = {
             agent: _Seat(target, env, agent) for agent, target in targets.items()
         }
-        self._is_running = False  # otherwise a reset must follow
+        self._is_running = False  # False: a reset must follow
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, object] | None = None
     ) -> None:
         """Store the last transitions of dead agents, and reset the environment."""
         env = self.env
-        for agent, seat in self._seats.items() if self._goes_on() else ():
-            # its last turn is still to come
-            if seat.is_open and (env.terminations[agent] or env.truncations[agent]):
-                reward = env._cumulative_rewards[agent]  # noqa: SLF001  which env.last() will return
-                seat.end(
-                    env.observe(agent),
-                    reward,
-                    env.terminations[agent],
-                    env.truncations[agent],
-                )
+        if self._goes_on():
+            self._refuse_lost()
+            self._end_dead()
         self._is_running = False
         env.reset(seed=seed, options=options)
         for seat in self._seats.values():
             seat.begin_game()
         self._is_running = True
+
+    def _end_dead(self) -> None:
+        """Store the last transitions of dead agents, whose last turns are still to
+        come."""
+        env = self.env
+        for agent, seat in self._seats.items():
+            if not seat.is_open:
+                continue
+            terminated, truncated = env.terminations[agent], env.truncations[agent]
+            if terminated or truncated:
+                reward = env._cumulative_rewards[agent]  # noqa: SLF001  which env.last() will return
+                seat.end(env.observe(agent), reward, terminated, truncated)
 
     def step(self, action: object, **extras: object) -> None:
         """Take the turn of ``env.agent_selection``, and store the transition that ends
@@ -144,7 +149,10 @@ class AECRecorder:
                 the agent's first step.
         """
         env = self.env
-        if not self._goes_on() or not env.agents:
+        goes_on = self._goes_on()
+        if goes_on:
+            self._refuse_lost()
+        if not goes_on or not env.agents:
             when = "before the first step, when no agent is left, after a step that failed, and after a load"
             raise RuntimeError(f"call the recorder's reset() {when}")
         agent = env.agent_selection
@@ -167,23 +175,25 @@ class AECRecorder:
         self._is_running = True
 
     def _goes_on(self) -> bool:
-        """Whether the game goes on; raise a RuntimeError if a transition can no longer
-        end."""
-        for seat in self._seats.values():
-            self._is_running &= not seat.was_loaded()
-        if self._is_running:
-            lost = [
-                agent
-                for agent, seat in self._seats.items()
-                if seat.is_open and agent not in self.env.agents
-            ]
-            if lost:
-                self._is_running = False
-                fault = f"agents {lost} have left the environment, and their last rewards are not known"
-                raise RuntimeError(
-                    f"{fault}: pass the None of their last turns to the recorder's step"
-                )
-        return self._is_running
+        """Whether the game goes on: no step has failed, and no checkpoint was
+        loaded."""
+        seats = self._seats.values()
+        return self._is_running and not any(seat.is_interrupted for seat in seats)
+
+    def _refuse_lost(self) -> None:
+        """Raise a RuntimeError if a transition can no longer end; a reset must
+        follow."""
+        lost = [
+            agent
+            for agent, seat in self._seats.items()
+            if seat.is_open and agent not in self.env.agents
+        ]
+        if lost:
+            self._is_running = False
+            fault = f"agents {lost} have left the environment, and their last rewards are not known"
+            raise RuntimeError(
+                f"{fault}: pass the None of their last turns to the recorder's step"
+            )
 
 
 class _Seat(Recorder):
@@ -192,18 +202,13 @@ class _Seat(Recorder):
     def __init__(self, target: Target, env: AECEnv, agent: str) -> None:
         super().__init__(target)
         schema = turns_schema(env, [agent])
-        observed, acted = paths_of(schema, env.observation_space(agent))
-        self._parts = {
-            "observation": observed,
-            "action": acted,
-            "next": after_step(observed),
-        }
+        self._parts = parts_of_step(schema, env.observation_space(agent))
         self._fit(schema, single=True)
         self.is_open = False
 
     def begin_game(self) -> None:
         self.is_open = False
-        self._begin(np.ones(1, bool))
+        self._restart(np.ones(1, bool))
 
     def begin(
         self, observation: object, action: object, extras: Mapping[str, object]
@@ -237,11 +242,11 @@ def _lanes_of(buffer: ReplayBuffer, env: AECEnv) -> dict[str, BufferLane]:
         raise TypeError(
             f"buffer must be a ReplayBuffer, or a dict from agents to lanes, got a {type(buffer).__name__}"
         )
-    lanes = (
-        buffer.lane(0),
-        *(buffer.lane(e) for e in range(1, buffer.storage.lane_count or 1)),
-    )
+    lanes = [buffer.lane(0)]
+    lanes += [buffer.lane(e) for e in range(1, buffer.storage.lane_count or 1)]
     if len(lanes) != len(agents):
-        has = f"the buffer has {len(lanes)} lanes, the environment {len(agents)} agents"
-        raise SchemaError(f"{has}: make the buffer with from_env(env, ...)")
+        raise SchemaError(
+            f"the buffer has {len(lanes)} lanes, the environment {len(agents)} agents: "
+            "make the buffer with from_env(env, ...)"
+        )
     return dict(zip(agents, lanes, strict=True))

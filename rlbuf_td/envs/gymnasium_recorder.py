@@ -16,10 +16,8 @@ from rlbuf_td.envs.recorder import (
     fill_info_,
 )
 from rlbuf_td.envs.specs import (
-    Key,
-    after_step,
     as_array,
-    paths_of,
+    parts_of_step,
     schema_of,
     tensors_of,
 )
@@ -57,6 +55,12 @@ class GymnasiumRecorder(Recorder):
     time steps require same-step autoreset,
     ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``. The mode is the
     ``"autoreset_mode"`` of the environment's metadata.
+
+    Rows have the dtypes of the spaces. A transform stores narrower ones: with TorchRL's
+    ``DTypeCastTransform``, ``keys = ["observation", ("next", "observation")]`` and
+    ``from_env(env, ..., transform=DTypeCastTransform(torch.float16, torch.float32,
+    in_keys=keys, in_keys_inv=keys))``, rows hold half floats, which take half the
+    memory, and batches have floats.
 
     With ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e`` of a
     replay buffer ``[T, E]``. Each actor, in a thread or after ``rb.share()`` in a
@@ -120,12 +124,7 @@ class GymnasiumRecorder(Recorder):
             if single
             else cast("VectorEnv", env).single_observation_space
         )
-        observed, acted = paths_of(schema, space)
-        self._parts = {
-            "observation": observed,
-            "action": acted,
-            "next": after_step(observed),
-        }
+        self._parts = parts_of_step(schema, space)
         self._infos = {
             (name,) if isinstance(name, str) else tuple(name): value
             for name, value in infos.items()
@@ -137,10 +136,10 @@ class GymnasiumRecorder(Recorder):
             value = value if single else value.expand(self._lanes, *value.shape)
             self._add_entry(self._schema, ("next", *path), value)
         if self._mode == "NextStep" and self._lanes > 1 and not self.buffer.takes_lanes:
-            fault = f"a lane that resets falls a step behind, and a {type(self.buffer.writer).__name__} here"
-            how = f"use same-step autoreset, for example {_SAME_STEP}"
+            writer = type(self.buffer.writer).__name__
             raise ValueError(
-                f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}"
+                f"cannot record next-step autoreset: a lane that resets falls a step behind, and a {writer} here "
+                f"writes whole time steps. Instead, use same-step autoreset, for example {_SAME_STEP}"
             )
         self._obs: Any = None  # None: a reset must follow
         # the lanes whose episode has ended, while no new one has begun
@@ -152,18 +151,16 @@ class GymnasiumRecorder(Recorder):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}``
         resets only some lanes."""
-        if self.was_loaded():
-            self._obs = None
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
-        # all: every lane lacks the step that failed
-        begun = np.ones_like(lanes) if self._obs is None else lanes
+        # every lane lacks the step that failed
+        are_lost = self._obs is None or self.is_interrupted
         # if the environment raises an error, another reset must follow
         self._obs = None
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
         self._has_ended = bool(self._ended.any())
-        self._begin(begun)
+        self._restart(np.ones_like(lanes) if are_lost else lanes)
         return self._obs, info
 
     def step(
@@ -186,7 +183,7 @@ class GymnasiumRecorder(Recorder):
             SchemaError: the dtype or shape of an entry differs from its space or from
                 the first step.
         """
-        if self._obs is None or self._has_ended or self._loads != self._numbers.loads:
+        if self._obs is None or self._has_ended or self.is_interrupted:
             self._refuse_step()
         if extras or self._extra_keys or not self._rows:
             self._begin_step(extras)
@@ -196,63 +193,55 @@ class GymnasiumRecorder(Recorder):
         self._obs = None  # if this step fails, a reset must follow
         result = self.env.step(action)
         observation, reward, terminated, truncated, info = result
-        ends = columns.fill_outcome(reward, terminated, truncated)
+        has_ended = columns.fill_outcome(reward, terminated, truncated)
         columns.fill("next", observation)
         # the other lanes are reset by this step
-        going = ~self._ended if self._has_ended else None
+        acting = ~self._ended if self._has_ended else None
         # the results are those of the next episode's first observation
-        is_reset = ends and self._mode == "SameStep"
+        is_reset = has_ended and self._mode == "SameStep"
         if is_reset:
             fill_final_(self._rows, self._parts["next"], info, columns.done)
         if self._infos:
-            self._fill_infos(info, columns.done & is_reset, going)
-        if going is None:
-            self._write()
-        elif going.any():
-            self._write(going)
+            self._fill_infos(info, columns.done & is_reset, acting)
+        if acting is None or acting.any():
+            self._write(acting)
         self._obs = observation
-        if ends or self._has_ended:
-            self._end(columns.done, going)
+        if has_ended or self._has_ended:
+            self._end(columns.done, acting)
         return result
 
     def _refuse_step(self) -> None:
-        if self.was_loaded():
-            self._obs = None
-        if self._obs is None:
+        if self._obs is None or self.is_interrupted:
             when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
             raise RuntimeError(f"call the recorder's reset() {when}")
-        if self._mode == "Disabled" and self._ended.any():
-            how = (
-                ""
-                if self._single
-                else ", with options={'reset_mask': terminated | truncated}"
-            )
+        if self._mode == "Disabled":
             ended = self._ended.nonzero()[0].tolist()
+            how = ", with options={'reset_mask': terminated | truncated}"
             raise RuntimeError(
-                f"the episode has ended in lanes {ended}: reset before the next step{how}"
+                f"the episode has ended in lanes {ended}: reset before the next step{'' if self._single else how}"
             )
 
     def _fill_infos(
-        self, info: Any, is_reset: np.ndarray, going: np.ndarray | None
+        self, info: Any, is_reset: np.ndarray, acting: np.ndarray | None
     ) -> None:
-        """Copy the infos of a step to the lanes that are ``going``, all if None; lanes
+        """Copy the infos of a step to the lanes that are ``acting``, all if None; lanes
         where ``is_reset`` is True have begun another episode."""
         info = [info] if self._single else info
-        lanes = np.ones_like(is_reset) if going is None else going
+        lanes = np.ones_like(is_reset) if acting is None else acting
         for path, default in self._infos.items():
-            key: Key = ("next", *path)
-            fill_info_(self._rows[key], path, default, info, lanes, is_reset)
+            column = self._rows[("next", *path)]
+            fill_info_(column, path, default, info, lanes, is_reset)
 
-    def _end(self, done: np.ndarray, going: np.ndarray | None) -> None:
+    def _end(self, done: np.ndarray, acting: np.ndarray | None) -> None:
         """Begin new episodes in lanes that a step has ended or reset."""
         if self._mode == "SameStep":
             self._begin(done)
             return
-        if going is None:
+        if acting is None:
             self._ended = done.copy()
         else:
-            self._ended = done & going
-            self._begin(~going)
+            self._ended = done & acting
+            self._begin(~acting)
         self._has_ended = bool(self._ended.any())
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from rlbuf_td.envs.recorder import Recorder, Target
 from rlbuf_td.envs.specs import (
     ACTION_MASK,
-    FLAGS,
+    AgentGroup,
+    Key,
     after_step,
     agents_schema,
     groups_of,
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from pettingzoo import ParallelEnv
 
     from rlbuf_td.envs.specs import Groups
+
+#: An environment, the number of an agent in its group, and all that it has.
+Cell: TypeAlias = tuple[int, int, Any]
 
 
 class PettingZooRecorder(Recorder):
@@ -115,7 +119,8 @@ class PettingZooRecorder(Recorder):
             raise TypeError(
                 f"env must be a ParallelEnv of PettingZoo or a list of them, {got}"
             )
-        self.env, self.envs, self.groups = env, envs, groups_of(envs, group_map)
+        self.env, self.envs = env, envs
+        self.groups = groups_of(envs, group_map)
         self._fit(
             agents_schema(self.groups, (len(envs),)),
             single=not isinstance(env, list | tuple),
@@ -146,20 +151,14 @@ class PettingZooRecorder(Recorder):
             RuntimeError: some environments are not reset, but the last step failed, or
                 a checkpoint was loaded.
         """
-        if self.was_loaded():
-            self._observed = [None] * len(self.envs)
         count = len(self.envs)
         mask = np.ones(count, bool) if lanes is None else np.asarray(lanes, bool)
-        seeds = (
-            [*seed]
-            if isinstance(seed, Sequence)
-            else [None if seed is None else seed + e for e in range(count)]
-        )
+        seeds = self._seeds(seed)
         if mask.shape != (count,) or len(seeds) != count:
             raise ValueError(
                 f"lanes and seed need one element for each of {count} environments, got {lanes} and {seed}"
             )
-        lost = [e for e in range(count) if not mask[e] and self._observed[e] is None]
+        lost = [e for e in self._lost() if not mask[e]]
         if lost:
             raise RuntimeError(
                 f"environments {lost} need a reset, too, because their state is unknown"
@@ -169,8 +168,23 @@ class PettingZooRecorder(Recorder):
             self._observed[e] = None
             results[e] = self.envs[e].reset(seed=seeds[e], options=options)
             self._observed[e] = results[e][0]
-        self._begin(mask)
+        self._restart(mask)
         return results[0] if self._single else results
+
+    def _seeds(self, seed: int | Sequence[int] | None) -> Sequence[int | None]:
+        """Return the seed of each environment."""
+        if isinstance(seed, Sequence):
+            return seed
+        if seed is None:
+            return [None for _ in self.envs]
+        return [seed + e for e in range(len(self.envs))]
+
+    def _lost(self) -> list[int]:
+        """Return the environments whose state is unknown, so that they must be
+        reset."""
+        if self.is_interrupted:
+            return [*range(len(self.envs))]
+        return [e for e, seen in enumerate(self._observed) if seen is None]
 
     def step(self, action: Any, **extras: object) -> Any:
         """Take a step, store its transition, and return the result: of a list, a list
@@ -193,17 +207,15 @@ class PettingZooRecorder(Recorder):
             SchemaError: the dtype or shape of an entry differs from its space or from
                 the first step.
         """
-        if self.was_loaded():
-            self._observed = [None] * len(self.envs)
         actions = [action] if self._single else [*action]
         self._refuse_step(actions)
         for key, column in self._rows.items():
             if key != TRAJ_KEY:
                 column[...] = 0
         self._begin_step(extras)
-        before = [[*env.agents] for env in self.envs]
-        for e, agents in enumerate(before):
-            self._fill_before(e, agents, self._observed[e], actions[e])
+        acting = [[*env.agents] for env in self.envs]
+        for e, agents in enumerate(acting):
+            self._fill_before(e, agents, actions[e])
         self._clear_absent()
         # if this step fails, a reset must follow
         self._observed = [None] * len(self.envs)
@@ -212,7 +224,7 @@ class PettingZooRecorder(Recorder):
             for env, env_action in zip(self.envs, actions, strict=True)
         ]
         for e, result in enumerate(results):
-            self._fill_after(e, before[e], result)
+            self._fill_after(e, acting[e], result)
         self._write()
         self._observed = [result[0] for result in results]
         return results[0] if self._single else results
@@ -222,20 +234,13 @@ class PettingZooRecorder(Recorder):
             raise ValueError(
                 f"step needs one dict of actions for each of {len(self.envs)} environments"
             )
-        ended = [
-            e
-            for e, env in enumerate(self.envs)
-            if self._observed[e] is None or not env.agents
-        ]
-        if ended:
+        ended = [e for e, env in enumerate(self.envs) if not env.agents]
+        due = sorted({*self._lost(), *ended})
+        if due:
             when = "when they have no agents, before the first step, after a step that failed, and after a load"
-            how = (
-                ""
-                if self._single
-                else ", with reset(lanes=[not env.agents for env in envs])"
-            )
+            how = ", with reset(lanes=[not env.agents for env in envs])"
             raise RuntimeError(
-                f"reset environments {ended} first{how}: a reset is due {when}"
+                f"reset environments {due} first{'' if self._single else how}: a reset is due {when}"
             )
         for e, env in enumerate(self.envs):
             missing = [agent for agent in env.agents if agent not in actions[e]]
@@ -252,54 +257,86 @@ class PettingZooRecorder(Recorder):
                 if group.name in key[:2] and self._rows[key].shape[:2] == absent.shape:
                     self._rows[key][absent] = 0
 
-    def _fill_before(
-        self, e: int, agents: list[str], observed: Any, actions: Any
-    ) -> None:
+    def _fill_before(self, e: int, acting: list[str], actions: Any) -> None:
+        """Fill what the agents of environment ``e`` have observed, and what they do."""
         columns = self._rows
+        observed: Any = self._observed[e]
         for group in self.groups:
             for number, agent in enumerate(group.agents):
-                cell = e, number, ...
-                if agent in agents:
+                cell = (e, number, ...)
+                if agent in acting:
                     columns[group.name, "mask"][cell] = True
                     fill_parts_(columns, group.action_paths, actions[agent], cell)
                     fill_parts_(columns, group.observation_paths, observed[agent], cell)
                 elif (group.name, ACTION_MASK) in columns:
                     columns[group.name, ACTION_MASK][cell] = True
 
-    def _fill_after(self, e: int, before: list[str], result: Any) -> None:
-        observed, rewards, terminated, truncated, _ = result
-        agents, columns = self.envs[e].agents, self._rows
+    def _fill_after(self, e: int, acting: list[str], result: Any) -> None:
+        """Fill the result of a step of environment ``e``."""
+        _, _, terminated, _, _ = result
         for group in self.groups:
-            name, paths = group.name, after_step(group.observation_paths)
             for number, agent in enumerate(group.agents):
-                lives, cell = agent in agents, (e, number, ...)
-                columns["next", name, "mask"][cell] = lives
-                if agent in observed and (lives or agent in before):
-                    fill_parts_(columns, paths, observed[agent], cell)
-                elif (name, ACTION_MASK) in columns:
-                    columns["next", name, ACTION_MASK][cell] = True
-                ended = cut = True
-                if agent in before:
-                    fill_(
-                        columns["next", name, "reward"][e, number, 0, ...],
-                        rewards[agent],
-                        ("next", name, "reward"),
-                    )
-                    ended, cut = bool(terminated[agent]), bool(truncated[agent])
-                    _refuse_loss(agent, lives, ended, cut, agent in observed)
-                for key, flag in zip(FLAGS, (ended or cut, ended, cut), strict=True):
-                    columns["next", name, key][cell] = flag
-        done = not agents
-        ended = done and all(terminated[agent] for agent in before)
-        for key, flag in zip(FLAGS, (done, ended, done and not ended), strict=True):
-            columns["next", key][e] = flag
+                self._fill_next(group, (e, number, ...), agent in acting, result)
+                if agent in acting:
+                    self._fill_outcome(group, (e, number, ...), result)
+                else:
+                    self._fill_flags(("next", group.name), (e, number), True, True)
+        is_done = not self.envs[e].agents
+        are_terminated = is_done and all(terminated[agent] for agent in acting)
+        is_cut = is_done and not are_terminated
+        self._fill_flags(("next",), (e,), are_terminated, is_cut)
+
+    def _fill_next(
+        self, group: AgentGroup, cell: Cell, is_acting: bool, result: Any
+    ) -> None:
+        """Fill the next observation of an agent."""
+        columns, name = self._rows, group.name
+        e, number, _ = cell
+        agent = group.agents[number]
+        observed = result[0]
+        lives = agent in self.envs[e].agents
+        columns["next", name, "mask"][cell] = lives
+        if agent in observed and (lives or is_acting):
+            paths = after_step(group.observation_paths)
+            fill_parts_(columns, paths, observed[agent], cell)
+        elif (name, ACTION_MASK) in columns:
+            columns["next", name, ACTION_MASK][cell] = True
+
+    def _fill_outcome(self, group: AgentGroup, cell: Cell, result: Any) -> None:
+        """Fill the reward and the flags of an agent that has acted."""
+        observed, rewards, terminated, truncated, _ = result
+        e, number, _ = cell
+        agent = group.agents[number]
+        key = ("next", group.name, "reward")
+        fill_(self._rows[key][e, number, 0, ...], rewards[agent], key)
+        is_terminated = bool(terminated[agent])
+        is_truncated = bool(truncated[agent])
+        _refuse_loss(
+            agent,
+            goes_on=agent in self.envs[e].agents,
+            terminated=is_terminated,
+            truncated=is_truncated,
+            is_observed=agent in observed,
+        )
+        self._fill_flags(("next", group.name), (e, number), is_terminated, is_truncated)
+
+    def _fill_flags(
+        self, lead: Key, cell: tuple[int, ...], terminated: bool, truncated: bool
+    ) -> None:
+        flags = {
+            "done": terminated or truncated,
+            "terminated": terminated,
+            "truncated": truncated,
+        }
+        for name, flag in flags.items():
+            self._rows[(*lead, name)][cell] = flag
 
 
 def _refuse_loss(
-    agent: str, lives: bool, terminated: bool, truncated: bool, is_observed: bool
+    agent: str, *, goes_on: bool, terminated: bool, truncated: bool, is_observed: bool
 ) -> None:
     """Raise a RuntimeError if it is unknown how the trajectory of an agent goes on."""
-    if not (lives or terminated or truncated):
+    if not (goes_on or terminated or truncated):
         fault = "left the environment without being terminated or truncated, so that its last step cannot be used"
     elif not (is_observed or terminated):
         fault = "has no observation after a step that did not terminate it, which the value of the next state needs"

@@ -30,7 +30,7 @@ from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
 from rlbuf_td.storages.listeners import Attached, Listener
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.schema import SchemaError, show_key, walk
+from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
 from rlbuf_td.storages.staged_step import StagedStep
 
 if TYPE_CHECKING:
@@ -65,19 +65,28 @@ class TrajectoryNumbers(Attached, Listener):
 
     def take(self, count: int) -> np.ndarray:
         """Return ``count`` new trajectory numbers, larger than all that are stored."""
+        numbers = self._numbers
         with self.storage.lock:
-            first, numbers = self._numbers[_NEXT], self._numbers
-            rows = None if numbers[_HAS_READ] else stored_rows(self.storage)
-            stored = None if rows is None else rows.get(TRAJ_KEY, None)
-            if stored is not None and len(self.storage):
-                steps = len(self.storage) // lanes_of(self.storage).numel()
-                first = max(first, int(stored[:steps].max()) + 1)
-            numbers[_NEXT], numbers[_HAS_READ] = first + count, 1
+            if not numbers[_HAS_READ]:
+                numbers[_NEXT] = max(numbers[_NEXT], self._first_unused())
+                numbers[_HAS_READ] = 1
+            first = numbers[_NEXT]
+            numbers[_NEXT] = first + count
         return np.arange(first, first + count)
+
+    def _first_unused(self) -> int:
+        """Return the number after the largest that is stored."""
+        rows = stored_rows(self.storage)
+        ids = None if rows is None else rows.get(TRAJ_KEY, None)
+        if ids is None or not len(self.storage):
+            return 0
+        steps = len(self.storage) // lanes_of(self.storage).numel()
+        return int(ids[:steps].max()) + 1
 
     def _rows_replaced(self, *, are_loaded: bool) -> None:
         if are_loaded:
-            self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
+            self._numbers[_LOADS] += 1
+            self._numbers[_HAS_READ] = 0
 
     def _rows_shared(self) -> None:
         self._numbers.share_memory_()
@@ -100,7 +109,8 @@ class Recorder:
     lane.
 
     A subclass calls :meth:`_fit` with the schema of its environments. In each step, it
-    calls :meth:`_begin_step`, fills :attr:`_columns`, and calls :meth:`_write`.
+    calls :meth:`_begin_step`, fills :attr:`_columns`, and calls :meth:`_write`. After
+    each reset of its environments, it calls :meth:`_restart`.
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
@@ -120,10 +130,8 @@ class Recorder:
     _extra_names: frozenset[str] | None = None
 
     def __init__(self, target: Target) -> None:
-        #: The number of the lane to which this recorder writes; None: all lanes of the
-        # buffer, or a buffer ``[T]``.
-        self._lane = target.number if isinstance(target, BufferLane) else None
-        buffer = target.buffer if isinstance(target, BufferLane) else target
+        is_lane = isinstance(target, BufferLane)
+        buffer = target.buffer if is_lane else target
         # TorchRL's lack that
         if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(
             buffer, "from_env"
@@ -133,8 +141,12 @@ class Recorder:
                 f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}"
             )
         self.buffer = buffer
-        self._flat = self.buffer.storage.ndim == 1
-        self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
+        #: The number of the lane to which this recorder writes; None: all lanes of the
+        #: buffer, or a buffer ``[T]``.
+        self._lane = target.number if is_lane else None
+        self._is_flat = buffer.storage.ndim == 1
+        self._numbers = attached_or_new(buffer.storage, TrajectoryNumbers)
+        # how many loads there had been at the last reset
         self._loads = self._numbers.loads
 
     # -- rows
@@ -152,17 +164,16 @@ class Recorder:
             SchemaError: the transitions do not fit the buffer's rows or lanes.
             ValueError: the buffer cannot write single lanes.
         """
-        self._single, self._lanes = single, len(schema)
+        self._single = single
+        self._lanes = len(schema)
         self._trajectories = np.zeros(self._lanes, np.int64)
-        if self._lanes > 1 and (self._flat or self._lane is not None):
-            where = (
-                f"lane {self._lane} holds"
-                if self._lane is not None
-                else "rows [T] hold"
-            )
-            fault = f"{where} the transitions of one environment, got {self._lanes} environments"
+        if self._lanes > 1 and (self._is_flat or self._lane is not None):
+            where = "rows [T] hold"
+            if self._lane is not None:
+                where = f"lane {self._lane} holds"
             raise SchemaError(
-                f"{fault}: record them in a buffer [T, {self._lanes}], or one of them here"
+                f"{where} the transitions of one environment, got {self._lanes} environments: "
+                f"record them in a buffer [T, {self._lanes}], or one of them here"
             )
         if self._lane is not None and not self.buffer.takes_lanes:
             fault = f"a {type(self.buffer.writer).__name__} of this buffer writes whole time steps, and no single lane"
@@ -182,13 +193,11 @@ class Recorder:
     def _time_step(self, schema: TensorDict) -> TensorDict:
         """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the
         schema of the environments."""
-        if self._flat:
+        if self._is_flat:
             return cast("TensorDict", schema[0])
-        return (
-            schema
-            if self._lane is None
-            else schema.expand(self.buffer.storage.lane_count)
-        )
+        if self._lane is None:
+            return schema
+        return schema.expand(self.buffer.storage.lane_count)
 
     def _fit_rows(self, storage: PackedStorage, schema: TensorDict) -> None:
         """Check the rows, and give rewards in ``schema`` the dtype and shape that they
@@ -198,32 +207,36 @@ class Recorder:
             raise SchemaError(
                 f"the buffer has lanes {tuple(storage.lanes)}, the environment {lanes}: {_REMEDY}"
             )
-        stored = (
-            {}
-            if storage.layout is None
-            else {leaf.key: leaf for leaf in storage.layout.leaves}
-        )
+        leaves = [] if storage.layout is None else storage.layout.leaves
+        stored = {leaf.key: leaf for leaf in leaves}
         for key, value in list(walk(schema)):
             leaf = stored.get(key)
             if leaf is None:
                 self._refuse_missing(key, value)
-                continue
-            is_reward = key[-1] == "reward" and leaf.dtype.is_floating_point
-            wider = torch.promote_types(value.dtype, leaf.dtype)
-            if is_reward and self._is_transformed and leaf.dtype != wider:
-                continue  # rows hold what a transform leaves of it
-            if key == REWARD and is_reward:
-                value = value.new_empty((self._lanes, *leaf.shape))
-            # rows hold them as the extras or a space say
-            if is_reward or key[-1] == ACTION_MASK:
-                schema.set(key, value := value.to(leaf.dtype))
-            is_alike = (value.dtype, value.shape[1:]) == (leaf.dtype, leaf.shape)
-            if not is_alike and not self._is_transformed:
-                fault = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
-                stored_as = (
-                    f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
-                )
-                raise SchemaError(f"{fault}, {stored_as}: {_REMEDY}")
+            else:
+                self._fit_leaf(schema, key, leaf)
+
+    def _fit_leaf(self, schema: TensorDict, key: Key, leaf: Leaf) -> None:
+        """Check one entry of the rows; rewards and action masks are as in the rows."""
+        value = schema.get(key)
+        is_reward = key[-1] == "reward" and leaf.dtype.is_floating_point
+        wider = torch.promote_types(value.dtype, leaf.dtype)
+        if is_reward and self._is_transformed and leaf.dtype != wider:
+            return  # rows hold what a transform leaves of it
+        if key == REWARD and is_reward:
+            value = value.new_empty((self._lanes, *leaf.shape))
+        # rows hold them as the extras or a space say
+        if is_reward or key[-1] == ACTION_MASK:
+            value = value.to(leaf.dtype)
+            schema.set(key, value)
+        shape = value.shape[1:]
+        is_alike = (value.dtype, shape) == (leaf.dtype, leaf.shape)
+        if not is_alike and not self._is_transformed:
+            fault = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(shape)}"
+            stored_as = (
+                f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
+            )
+            raise SchemaError(f"{fault}, {stored_as}: {_REMEDY}")
 
     def _refuse_missing(self, key: Key, value: torch.Tensor) -> None:
         """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first
@@ -253,11 +266,10 @@ class Recorder:
         if not self._rows:
             self._make_rows(values)
         if values.keys() != self._extra_keys:
-            now, first = (
-                sorted(map(show_key, keys)) for keys in (values, self._extra_keys)
-            )
+            names = sorted(map(show_key, values))
+            first_names = sorted(map(show_key, self._extra_keys))
             raise SchemaError(
-                f"this step has the extras {now}, the first step had {first}: pass the same extras"
+                f"this step has the extras {names}, the first step had {first_names}: pass the same extras"
             )
         for key, value in values.items():
             fill_(self._columns.values[key], value, key)
@@ -266,12 +278,13 @@ class Recorder:
         schema = self._schema.copy()
         for key, value in extras.items():
             self._add_entry(schema, key, tensors_of(as_array(value, key), *key))
-        staged = StagedStep.like(schema, self._flat)
+        staged = StagedStep.like(schema, self._is_flat)
         self._columns = StepColumns(staged, self._single, self._parts)
         self._writer = self.buffer.step_writer(staged, self._lane)
-        self._extra_keys, self._rows = frozenset(extras), staged.columns
-        is_flat = all(len(key) == 1 for key in extras)
-        self._extra_names = frozenset(key[0] for key in extras) if is_flat else None
+        self._rows = staged.columns
+        self._extra_keys = frozenset(extras)
+        if all(len(key) == 1 for key in extras):
+            self._extra_names = frozenset(key[0] for key in extras)
         self._rows[TRAJ_KEY][...] = self._trajectories
 
     def _add_entry(self, schema: TensorDict, key: Key, value: torch.Tensor) -> None:
@@ -296,6 +309,16 @@ class Recorder:
 
     # -- episodes
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a checkpoint was loaded into the buffer since the last reset."""
+        return self._loads != self._numbers.loads
+
+    def _restart(self, lanes: np.ndarray) -> None:
+        """Begin new trajectories in ``lanes``, a mask ``[E]``, after a reset."""
+        self._loads = self._numbers.loads
+        self._begin(lanes)
+
     def _begin(self, lanes: np.ndarray) -> None:
         """Give the next rows of ``lanes``, a mask ``[E]``, new trajectory numbers."""
         count = int(np.count_nonzero(lanes))
@@ -304,12 +327,6 @@ class Recorder:
             if self._rows:
                 self._rows[TRAJ_KEY][...] = self._trajectories
 
-    def was_loaded(self) -> bool:
-        """Whether a checkpoint was loaded into the buffer since the last call, so that
-        a reset must follow."""
-        before, self._loads = self._loads, self._numbers.loads
-        return before != self._loads
-
 
 def fill_final_(
     columns: Mapping[Key, np.ndarray], paths: Paths, info: Info, done: np.ndarray
@@ -317,19 +334,24 @@ def fill_final_(
     """In lanes where ``done`` is True, replace the next observation by ``final_obs``
     from the infos."""
     for lane in done.nonzero()[0].tolist():
-        final = (
-            info[lane].get("final_obs")
-            if isinstance(info, list)
-            else info.get("final_obs")
-        )
-        is_batched = not isinstance(info, list)
-        if isinstance(final, np.ndarray) and final.dtype == object:
-            final, is_batched = final[lane], False
-        if final is None:
+        if isinstance(info, list):
+            observation = info[lane].get("final_obs")
+        else:
+            observation = _of_lane(info.get("final_obs"), lane)
+        if observation is None:
             raise RuntimeError(_LOST.format(lane))
         for key, path in paths:
-            value = part_of(final, path)
-            fill_(columns[key][lane, ...], value[lane] if is_batched else value, key)
+            fill_(columns[key][lane, ...], part_of(observation, path), key)
+
+
+def _of_lane(value: Any, lane: int) -> Any:
+    """Return one environment's part of observations with a dim E, or of an array of
+    them."""
+    if isinstance(value, Mapping):
+        return {key: _of_lane(part, lane) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_of_lane(part, lane) for part in value)
+    return None if value is None else value[lane]
 
 
 def info_of(info: Info, path: Key, lane: int) -> Any:

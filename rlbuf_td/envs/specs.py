@@ -115,9 +115,9 @@ def schema_of(
     if extras is None:
         return schema
     schema = schema.copy()
-    for key, value in walk(
-        extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")
-    ):
+    if not isinstance(extras, TensorDictBase):
+        extras = tensors_of(extras, "extras")
+    for key, value in walk(extras):
         refuse_unpackable(key, value)
         if value.shape[: schema.ndim] != schema.batch_size:
             expected = f"expected the leading dims {tuple(schema.batch_size)} of every entry of the schema"
@@ -150,18 +150,13 @@ def transition_schema(
             )
     observation = _observation(observation_space, lanes)
     reward = torch.empty((*lanes, *reward_shape), dtype=torch.float32, device="meta")
-    after = (
-        observation | {"reward": reward} | {name: _flag((*lanes, 1)) for name in FLAGS}
-    )
+    after = observation | {"reward": reward}
+    after |= {name: _flag((*lanes, 1)) for name in FLAGS}
     action = value_of_space(action_space, lanes, (ACTION,))
     # an environment's full_action_spec, which has keys
     is_composite = isinstance(action_space, Composite)
-    root = (
-        observation
-        | (dict(action.items()) if is_composite else {ACTION: action})
-        | {"next": after}
-    )
-    return TensorDict(root, lanes)
+    actions = dict(action.items()) if is_composite else {ACTION: action}
+    return TensorDict(observation | actions | {"next": after}, lanes)
 
 
 def _reward_shape(env: Env | VectorEnv | None) -> Shape:
@@ -202,9 +197,8 @@ def as_array(value: object, key: Key) -> np.ndarray:
     if isinstance(value, torch.Tensor):
         try:
             return value.numpy(force=True)
-        except (
-            TypeError
-        ):  # NumPy lacks bfloat16 and float8, which float32 holds exactly
+        # NumPy lacks bfloat16 and float8, which float32 holds exactly
+        except TypeError:
             return value.float().numpy(force=True)
     try:
         return np.asarray(value)
@@ -243,15 +237,20 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
         ) from error
 
 
-def paths_of(schema: TensorDict, observation_space: Space) -> tuple[Paths, Paths]:
-    """Return the paths of an observation and of an action in transitions like
-    ``schema``."""
-    whole = not isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
-    after = [
-        key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS
-    ]
-    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
-    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
+def parts_of_step(schema: TensorDict, observation_space: Space) -> dict[str, Paths]:
+    """Return the paths of an observation, an action and a next observation in
+    transitions like ``schema``."""
+    keys = [key for key, _ in walk(schema)]
+    actions = [key for key in keys if key[0] == ACTION]
+    observed = [key[1:] for key in keys if key[0] == "next" and key not in _RESULTS]
+    # the entries of a Dict lie at the root
+    has_keys = isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
+    observation = [(key, key if has_keys else key[1:]) for key in observed]
+    return {
+        "observation": observation,
+        "action": [(key, key[1:]) for key in actions],
+        "next": after_step(observation),
+    }
 
 
 def after_step(paths: Paths) -> Paths:
@@ -337,14 +336,12 @@ def parallel_envs(source: object) -> list[ParallelEnv] | None:
     """Return the environments in ``source``, a parallel environment or a sequence of
     them; None for anything else."""
     pettingzoo = sys.modules.get("pettingzoo")
+    if pettingzoo is None:
+        return None
     envs = [*source] if isinstance(source, list | tuple) else [source]
-    return (
-        envs
-        if pettingzoo
-        and envs
-        and all(isinstance(env, pettingzoo.ParallelEnv) for env in envs)
-        else None
-    )
+    if not envs or not all(isinstance(env, pettingzoo.ParallelEnv) for env in envs):
+        return None
+    return envs
 
 
 def takes_turns(source: object) -> bool:
@@ -360,7 +357,8 @@ def turns_schema(env: AECEnv, agents: list[str]) -> TensorDict:
     remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
     schema = transition_schema(*_spaces_of(env, agents, remedy), len(agents))
     for part in (schema, schema.get("next")):
-        if isinstance(mask := part.get(ACTION_MASK, None), torch.Tensor):
+        mask = part.get(ACTION_MASK, None)
+        if isinstance(mask, torch.Tensor):
             part.set(ACTION_MASK, torch.empty_like(mask, dtype=torch.bool))
     return schema
 
@@ -398,12 +396,8 @@ class AgentGroup:
 
     @cached_property
     def action_paths(self) -> Paths:
-        keys = [
-            key
-            for key, _ in walk(
-                {ACTION: value_of_space(self.action, (), (self.name, ACTION))}
-            )
-        ]
+        action = value_of_space(self.action, (), (self.name, ACTION))
+        keys = [key for key, _ in walk({ACTION: action})]
         return [((self.name, *key), key[1:]) for key in keys]
 
 
@@ -437,29 +431,26 @@ def groups_of(
                 f"a group must have a name that is not reserved for the transition, got {name!r}"
             )
     remedy = "put them in groups of their own, group_map={name: [agent, ...], ...}"
-    made = (
-        [
-            (name, (*members,), *_spaces_of(env, members, remedy))
+    groups: list[AgentGroup] = []
+    for number, env in enumerate(envs):
+        of_env = [
+            AgentGroup(name, (*members,), *_spaces_of(env, members, remedy))
             for name, members in group_map.items()
         ]
-        for env in envs
-    )
-    first, *others = ([AgentGroup(*group) for group in groups] for groups in made)
-    for number, (env, other) in enumerate(zip(envs[1:], others, strict=True), 1):
-        if [*env.possible_agents] != agents or other != first:
+        groups = groups or of_env
+        if [*env.possible_agents] != agents or of_env != groups:
             raise SchemaError(
                 f"environment {number} has other agents or spaces than environment 0"
             )
-    return first
+    return groups
 
 
 def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for agent in agents:
         name, _, number = agent.rpartition("_")
-        groups.setdefault(
-            name if name and number.lstrip("+-").isdecimal() else agent, []
-        ).append(agent)
+        is_numbered = name and number.lstrip("+-").isdecimal()
+        groups.setdefault(name if is_numbered else agent, []).append(agent)
     return groups
 
 
@@ -468,15 +459,15 @@ def _spaces_of(
 ) -> tuple[Space, Space]:
     """Return the observation and action space of agents; raise a SchemaError unless
     they have equal ones."""
-    first, *others = (
+    spaces = [
         (env.observation_space(agent), env.action_space(agent)) for agent in agents
-    )
-    for agent, other in zip(agents[1:], others, strict=True):
-        if other != first:
+    ]
+    for agent, own_spaces in zip(agents, spaces, strict=True):
+        if own_spaces != spaces[0]:
             raise SchemaError(
                 f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}"
             )
-    return first
+    return spaces[0]
 
 
 def agents_schema(groups: list[AgentGroup], lanes: Shape) -> TensorDict:
@@ -489,11 +480,8 @@ def agents_schema(groups: list[AgentGroup], lanes: Shape) -> TensorDict:
         action = value_of_space(group.action, lead, (group.name, ACTION))
         before[group.name] = group.observed(lanes) | {ACTION: action}
         reward = torch.empty((*lead, 1), dtype=torch.float32, device="meta")
-        after[group.name] = (
-            group.observed(lanes)
-            | {"reward": reward}
-            | {name: _flag((*lead, 1)) for name in FLAGS}
-        )
+        outcome = {name: _flag((*lead, 1)) for name in FLAGS}
+        after[group.name] = group.observed(lanes) | {"reward": reward} | outcome
     return TensorDict(before | {"next": after}, lanes)
 
 

@@ -173,15 +173,13 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
 
 def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
     if np.can_cast(array.dtype, dtype, "same_kind"):
-        if not _is_below(array, _EXACT.get(dtype, 127)):
-            values, expected = (
-                tensors_of(array.reshape(-1), *key),
-                torch.from_numpy(np.empty(0, dtype)).dtype,
-            )
-            refuse_rounding(key, values, expected, _WIDER.format(show_key(key)))
-            with np.errstate(over="ignore"):  # beyond the dtype: infinite, as in torch
-                return array.astype(dtype)
-        return array
+        if _is_below(array, _EXACT.get(dtype, 127)):
+            return array  # NumPy casts it without a loss of whole numbers
+        tensor_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        values = tensors_of(array.reshape(-1), *key)
+        refuse_rounding(key, values, tensor_dtype, _WIDER.format(show_key(key)))
+        with np.errstate(over="ignore"):  # beyond the dtype: infinite, as in torch
+            return array.astype(dtype)
     if array.dtype.kind in "biuf":
         with np.errstate(invalid="ignore"):  # NaN has no integer value
             cast = array.astype(dtype)
@@ -201,9 +199,9 @@ def _is_below(array: np.ndarray, limit: int) -> bool:
 
 
 def fill_parts_(
-    columns: Mapping[Key, np.ndarray], paths: Paths, value: object, at: Any = ...
+    columns: Mapping[Key, np.ndarray], paths: Paths, value: object, cell: Any
 ) -> None:
-    """Copy the parts of an observation or action into the elements ``at`` of their
+    """Copy the parts of an observation or action into the elements ``cell`` of their
     columns."""
     for key, path in paths:
-        fill_(columns[key][at], part_of(value, path), key)
+        fill_(columns[key][cell], part_of(value, path), key)

@@ -90,33 +90,36 @@ def as_transition(step: GymnasiumStep) -> TensorDict:
         "truncated": _flag(step.truncated, "truncated"),
     }
     lanes = flags["terminated"].shape
-    if (shape := flags["truncated"].shape) != lanes:
+    shape = flags["truncated"].shape
+    if shape != lanes:
         raise SchemaError(
             f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}"
         )
-    observed = (
-        _observation(step.observation),
-        _observation(step.next_observation, "next"),
-    )
-    root = observed[0] | {"action": tensors_of(step.action, "action")}
-    after = observed[1] | {"reward": _reward(step.reward, lanes)}
-    after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
-    after["done"] = after["terminated"] | after["truncated"]
+    before = _observation(step.observation)
+    after = _observation(step.next_observation, "next")
+    root = before | {"action": tensors_of(step.action, "action")}
+    outcome = after | {"reward": _reward(step.reward, lanes)}
+    outcome |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
+    outcome["done"] = outcome["terminated"] | outcome["truncated"]
     extras = tensors_of(step.extras, "extras")
-    for part, added in ((after, extras.pop("next", {})), (root, extras)):
-        if not isinstance(added, dict):
-            raise SchemaError(
-                f"the extra 'next' must be a dict of entries, got a {type(added).__name__}"
-            )
-        for key in added:
-            if key in part or (part is root and key == "next"):
-                raise SchemaError(
-                    f"the extra {key!r} has the name of an existing entry"
-                )
-        part.update(added)
-    transition = _batch(root | {"next": after}, lanes)
-    _refuse_unlike(*observed)
+    _add_extras(outcome, extras.pop("next", {}), {*outcome})
+    _add_extras(root, extras, {*root, "next"})
+    transition = _batch(root | {"next": outcome}, lanes)
+    _refuse_unlike(before, after)
     return transition
+
+
+def _add_extras(part: dict[str, Any], extras: Any, names: set[str]) -> None:
+    """Add further entries to a part of a transition; SchemaError if one has a name of
+    ``names``."""
+    if not isinstance(extras, dict):
+        raise SchemaError(
+            f"the extra 'next' must be a dict of entries, got a {type(extras).__name__}"
+        )
+    for key in extras:
+        if key in names:
+            raise SchemaError(f"the extra {key!r} has the name of an existing entry")
+    part.update(extras)
 
 
 def _observation(obs: Any, *path: str) -> dict[str, Any]:
@@ -127,15 +130,13 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
 
 
 def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
-    shapes = [
-        {key: tuple(value.shape) for key, value in walk(part)}
+    shapes_before, shapes_after = (
+        {key: f"of shape {tuple(value.shape)}" for key, value in walk(part)}
         for part in (before, after)
-    ]
-    for key in {**shapes[0], **shapes[1]}:
-        this, following = (
-            f"of shape {part_shapes[key]}" if key in part_shapes else "missing"
-            for part_shapes in shapes
-        )
+    )
+    for key in {**shapes_before, **shapes_after}:
+        this = shapes_before.get(key, "missing")
+        following = shapes_after.get(key, "missing")
         if this != following:
             order = "give the observations before and after one step (make_transition: obs, action, reward, next_obs)"
             raise SchemaError(

@@ -47,10 +47,8 @@ def random_shift(
         )
     if pad < 0:
         raise ValueError(f"random_shift: pad must be at least 0, got {pad}.")
-    flat, device = (
-        images.flatten(0, -4) if images.ndim > 3 else images.unsqueeze(0),
-        images.device,
-    )
+    flat = images.flatten(0, -4) if images.ndim > 3 else images.unsqueeze(0)
+    device = images.device
     count, channels, height, width = flat.shape
     source = device if generator is None else generator.device
     shift = torch.randint(

@@ -205,10 +205,8 @@ def _estimate(
         name, time_dim, {"next_state_value": next_state_value}, *others
     )
     next_value, reward, ends, terminated = columns
-    g, lam = (
-        layout.coefficient("gamma", gamma),
-        layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda),
-    )
+    g = layout.coefficient("gamma", gamma)
+    lam = layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda)
     bootstrap = next_value.masked_fill(terminated, 0)
     # A TD(1) return ends where the step terminates, even if done is not set.
     ends = ends | terminated if lmbda is None else ends.clone()

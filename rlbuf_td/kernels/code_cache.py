@@ -110,12 +110,13 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
-        path, self._file_name = (
-            _locator().get_cache_path(),
-            f"{function.__module__}.{self._impl.filename_base}",
-        )
+        path = _locator().get_cache_path()
+        self._file_name = f"{function.__module__}.{self._impl.filename_base}"
         self._impl._locator, self._cache_path = _locator(), path
         self._cache_file = IndexDataCacheFile(path, self._file_name, _digest())
+        # read before the rest of an index, which may name classes that other sources
+        # had
+        self._cache_file._version += _digest()
         # by process: a forked one cannot take its parent's
         self._locks: dict[int, FileLock] = {}
 

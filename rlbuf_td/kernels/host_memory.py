@@ -187,10 +187,8 @@ def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
 def _places(tensors: Sequence[Tensor], nbytes: Iterable[int]) -> list[int] | None:
     """Return the address of each of several contiguous tensors of these sizes; None if
     memory may be missing."""
-    offsets, addresses = (
-        [*map(Tensor.storage_offset, tensors)],
-        [*map(Tensor.data_ptr, tensors)],
-    )
+    offsets = [*map(Tensor.storage_offset, tensors)]
+    addresses = [*map(Tensor.data_ptr, tensors)]
     ends = (
         map(add, nbytes, map(mul, offsets, map(Tensor.element_size, tensors)))
         if any(offsets)
@@ -239,7 +237,8 @@ def take_pages(memory: Tensor) -> None:
     later, do nothing."""
     if sys.platform != "linux" or memory.device.type != "cpu":
         return
-    first, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    first = memory.data_ptr()
+    end = memory.data_ptr() + memory.nbytes
     edges = [first, *range((first // _HUGE + 1) * _HUGE, end, _AT_ONCE), end]
     # madvise, because threads that write to pages would block each other
     with ThreadPoolExecutor(_TAKERS) as pool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.episodes import by_age, lanes_of_write, note_, spans
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import law_of
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.kernels.sum_tree import weight_of, write_magnitudes
 from rlbuf_td.kernels.sum_tree.blocks import (
     WEIGHTS,
@@ -130,7 +130,10 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
     weight = torch.rand(_ROWS, generator=generator) - 0.3
     tree.weight.copy_(weight.clamp(min=0.0))
     triton.sum_blocks_(tree)
-    serials, law = Serials(7, 7 + _ROWS, _ROWS, 1), law_of(_BATCH, True, 0.4, "buffer")
+    serials, law = (
+        Serials(7, 7 + _ROWS, _ROWS, 1),
+        stratification_of(_BATCH, True, 0.4, "buffer"),
+    )
     flat, importance, stamp = triton.draw(tree, _BATCH, generator, law, _ROWS, serials)
     sums = tree.weight.cumsum(0, dtype=torch.float64)
     chosen = tree.weight[flat].to(torch.float64)

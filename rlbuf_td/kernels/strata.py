@@ -28,7 +28,7 @@ LEAST_RATIO = 2.0**-126  # lower bound of the ratio of two importance weights
 _GOLDEN = 0.6180339887498949
 
 
-class DrawLaw(NamedTuple):
+class Stratification(NamedTuple):
     """How a compiled loop spreads draws over the segments, and weighs the drawn
     rows."""
 
@@ -56,10 +56,12 @@ def step_of(batch: int, stratified: bool) -> int:
 
 
 @lru_cache(64)
-def law_of(batch: int, stratified: bool, beta: float, norm: str | None) -> DrawLaw:
+def stratification_of(
+    batch: int, stratified: bool, beta: float, norm: str | None
+) -> Stratification:
     """Return how a compiled loop draws; the arguments are those of
     :func:`rlbuf_td.kernels.sum_tree.draw`."""
-    return DrawLaw(step_of(batch, stratified), beta, NORMS[norm])
+    return Stratification(step_of(batch, stratified), beta, NORMS[norm])
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:

@@ -79,7 +79,8 @@ def all_parts(
         return work(begin, end)
     if len(_records) > _MOST_RECORDS:
         _records.clear()
-    record, began = _records.setdefault(nbytes, _Record()), perf_counter()
+    record = _records.setdefault(nbytes, _Record())
+    began = perf_counter()
     in_threads = record.left <= 0
     is_done = (
         _work_together(work, begin, end, threads) if in_threads else work(begin, end)
@@ -92,7 +93,8 @@ def _work_together(
     work: Callable[[int, int], bool], begin: int, end: int, threads: int
 ) -> bool:
     size = -(-(end - begin) // (threads * _PARTS))
-    parts, results = deque(range(begin, end, size)), []
+    parts = deque(range(begin, end, size))
+    results = []
     helpers: list[Event] = []  # of the threads that have begun; set when they end
     errors: list[BaseException] = []
 

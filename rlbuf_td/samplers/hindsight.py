@@ -14,7 +14,12 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import machine_code
-from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_values_
+from rlbuf_td.kernels.wrappers import (
+    STRATEGIES,
+    GoalDistribution,
+    choose_goals,
+    put_values_,
+)
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
@@ -153,7 +158,7 @@ class HindsightSampler(SamplerWrapper):
         if "her_ratio" in self.__dict__:  # the last setting of the constructor
             thresholds = tuple(self.her_ratio * share for share in self._shares)
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
-            self.law = Law(thresholds, self.only_finished, log_gamma)
+            self.law = GoalDistribution(thresholds, self.only_finished, log_gamma)
 
     def read(
         self,
@@ -301,7 +306,9 @@ class _RelabelledReading(Reading):
         )
         self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
-        self.relabel = machine_code(kernels.relabel, law=wrapper.law, goals=self.goals)
+        self.relabel = machine_code(
+            kernels.relabel, distribution=wrapper.law, goals=self.goals
+        )
 
     def __call__(
         self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import law_of
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
@@ -63,7 +63,7 @@ class ProportionalRule(PriorityRule):
         generator: torch.Generator | None,
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        law = law_of(batch, stratified, self.settings.values[BETA], norm)
+        law = stratification_of(batch, stratified, self.settings.values[BETA], norm)
         return sum_tree.launch_draw(
             self.table, batch, law, rows, generator=generator, serials=serials
         )
@@ -81,7 +81,7 @@ class ProportionalRule(PriorityRule):
         if settings[ALPHA] != settings[WEIGHED]:
             self.refresh_weights()
         places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
-        law = law_of(batch, stratified, settings[BETA], norm)
+        law = stratification_of(batch, stratified, settings[BETA], norm)
         if not loop("sum_tree.cpu", "draw")(
             self.table.address, *places, batch, law, rows
         ):

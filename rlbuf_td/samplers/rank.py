@@ -12,7 +12,7 @@ from torch import Tensor
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.host_memory import outside_inference_mode
-from rlbuf_td.kernels.strata import law_of
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.numbers import SharedNumbers
@@ -30,7 +30,7 @@ class RankRule(PriorityRule):
 
     def __init__(self, settings: SharedNumbers) -> None:
         super().__init__(settings)
-        self.ranks = rank_order.rank_law(settings[ALPHA], "cpu")
+        self.ranks = rank_order.rank_distribution(settings[ALPHA], "cpu")
 
     def make(self, capacity: int, device: torch.device | str) -> rank_order.RankOrder:
         with outside_inference_mode():
@@ -59,7 +59,7 @@ class RankRule(PriorityRule):
         if settings[ALPHA] != self.ranks.alpha:
             self.refresh_weights()
         places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
-        law = law_of(batch, stratified, settings[BETA], norm)
+        law = stratification_of(batch, stratified, settings[BETA], norm)
         table = cast("rank_order.ChunkedOrder", self.table)
         with table.lock:
             has_rows = loop("rank_order.cpu", "draw")(
@@ -93,7 +93,7 @@ class RankRule(PriorityRule):
 
     def refresh_weights(self, anew: bool = False) -> None:
         if self.settings.values[ALPHA] != self.ranks.alpha:
-            self.ranks = rank_order.rank_law(
+            self.ranks = rank_order.rank_distribution(
                 self.settings[ALPHA], self.table.magnitude.device
             )
         if anew:
@@ -104,7 +104,7 @@ class RankRule(PriorityRule):
 
     def restore_(self, magnitude: Tensor) -> None:
         self.table.assign_(magnitude)
-        self.ranks = rank_order.rank_law(
+        self.ranks = rank_order.rank_distribution(
             self.settings[ALPHA], self.table.magnitude.device
         )
 

@@ -34,7 +34,7 @@ else:
 
 ROWS_FILE, HEAD_FILE, PRIORITY_FILE = "rows.bin", "head.bin", "priorities.bin"
 HEADER = 1 << 16  # bytes of a file's header; a multiple of every system's page size
-_MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 4, 24
+_MAGIC, _VERSION, FIRST = int.from_bytes(b"rlbuf_td", "little"), 4, 24
 _FILL = 256 << 20  # most bytes of a file that are reserved ahead
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
 
@@ -230,7 +230,7 @@ class HeadFile(SharedFile):
             raise RuntimeError("reopen=True needs a system with POSIX file locks")
         self.path, self._next, rows_file = (
             folder / HEAD_FILE,
-            _FIRST,
+            FIRST,
             folder / ROWS_FILE,
         )
         if rows_file.exists() and not self.path.exists():
@@ -276,7 +276,7 @@ class HeadFile(SharedFile):
     def _read_header(self) -> tuple[int, int, int]:
         """Return the magic number, the version, and the id of the process that opened
         the file last."""
-        return unpack("<3q", os.pread(self.descriptor, _FIRST, 0).ljust(_FIRST, b"\0"))
+        return unpack("<3q", os.pread(self.descriptor, FIRST, 0).ljust(FIRST, b"\0"))
 
     def keep(self, *numbers: SharedNumbers) -> None:
         """Move numbers to the header, or, in an older file, replace them by those in

@@ -62,7 +62,7 @@ from rlbuf_td.storages.memory import (
     delete_rows_file,
 )
 from rlbuf_td.storages.memory_budget import SHARED, require_room
-from rlbuf_td.storages.processes import SharedRows, watch_forks
+from rlbuf_td.storages.processes import SharedRows, shape_in_folder, watch_forks
 from rlbuf_td.storages.ring import Ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
@@ -336,6 +336,18 @@ class PackedStorage(LazyTensorStorage):
             )
         if not on_cpu:
             usable_device(device)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> PackedStorage:
+        """Continue the rows in a folder of ``reopen=True``, with the capacity and the
+        lanes that they have.
+
+        Raises:
+            ValueError: the folder holds no rows, or its files are damaged.
+            RuntimeError: the rows are open in a living process.
+        """
+        shape = shape_in_folder(folder)
+        return cls(prod(shape), ndim=len(shape), scratch_dir=folder, reopen=True)
 
     def _refuse_reopening(
         self, scratch_dir: object, existsok: bool, auto_cleanup: bool

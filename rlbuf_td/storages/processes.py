@@ -14,6 +14,8 @@ import sys
 import threading
 import zlib
 from math import prod
+from pathlib import Path
+from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -25,7 +27,14 @@ from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
-from rlbuf_td.storages.memory import HeadFile, NamelessFile, SharedFile
+from rlbuf_td.storages.memory import (
+    FIRST,
+    HEAD_FILE,
+    HEADER,
+    HeadFile,
+    NamelessFile,
+    SharedFile,
+)
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.rows import Rows
@@ -170,6 +179,22 @@ class SharedRows(Attached):
         # Without the storage, so that TorchRL's data sets can send the state of a
         # storage without the storage.
         return self.__dict__ | {"_has_rows": False, "of_episodes": None, "_owner": None}
+
+
+def shape_in_folder(folder: Path) -> list[int]:
+    """Return the shape of the rows that a process has left in a folder; ValueError if
+    there are none."""
+    file = folder / HEAD_FILE
+    with open(file, "rb") as opened:
+        header = opened.read(HEADER).ljust(HEADER, b"\0")
+        (length,) = unpack_from("<q", header, FIRST)  # as `SharedRows.keep_in` has it
+        text = opened.read(max(0, length))
+    if not text:
+        raise ValueError(f"{folder} holds no rows")
+    try:
+        return json.loads(text)["shape"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def watch_forks(storage: PackedStorage) -> None:

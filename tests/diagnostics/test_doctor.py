@@ -3,6 +3,7 @@ rows gives its own."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -36,7 +37,8 @@ from torchrl.envs import (
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer
 from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics.doctor import check
-from rlbuf_td.diagnostics.doctor.record import bounds_of
+from rlbuf_td.diagnostics.doctor.bounds import bounds_of
+from tests.catalogue import assert_same
 
 # -- a small world whose transitions are kept by hand: walks that end by falling off or
 # by a time limit
@@ -691,6 +693,36 @@ def test_a_report_names_five_rows_and_the_gravest_finding_first(rows):
     assert check(rows, ignore=["not-finite", "done-shifted"]).healthy
 
 
+@pytest.mark.parametrize(
+    ("fault", "unit", "total"),
+    [
+        (
+            "another scale",
+            "rows that another row of their trajectory follows",
+            lambda rows: len(rows) - 1 - int(rows["next", "done"][:-1].sum()),
+        ),
+        (
+            "same-step autoreset",
+            "ends of trajectories",
+            lambda rows: int(rows["next", "done"][:-1].sum()),
+        ),
+        (
+            "terminated without done",
+            "rows with terminated",
+            lambda rows: int(rows["next", "terminated"].sum()),
+        ),
+    ],
+)
+def test_a_finding_says_what_it_counts(
+    rows: TensorDict, fault: str, unit: str, total: Callable[[TensorDict], int]
+) -> None:
+    expected = total(rows)
+    (finding,) = check(FAULTS[fault][0](rows[:, None])[:, 0])
+    assert (finding.of, finding.unit) == (expected, unit)
+    text = " ".join(str(finding).split())
+    assert f"{finding.count:,} of {expected:,} {unit} (" in text
+
+
 BOX = Box(
     np.array([-9.0, -9.0, -np.inf], np.float32),
     np.array([9.0, 9.0, np.inf], np.float32),
@@ -787,6 +819,54 @@ def saved(folder: Path, fault: str | None = None, *, lanes: int = 1) -> Path:
     rb = held(rows, "packed ring")
     rb.dumps(folder)
     return folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="reopen=True needs POSIX locks")
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_folder_of_rows_to_reopen_is_examined_and_left_as_it_was(tmp_path, lanes):
+    rows = walk(400, lanes)
+    rows["next", "reward"][7, 0] = float("nan")
+    folder = tmp_path / "rows"
+
+    def opened(lanes: int) -> ReplayBuffer:
+        storage = PackedStorage(
+            400 * lanes, ndim=min(2, lanes), scratch_dir=folder, reopen=True
+        )
+        return ReplayBuffer(storage=storage, dim_extend=0)
+
+    with opened(lanes) as rb:
+        rb.extend(rows if lanes > 1 else rows[:, 0])
+        before = rb[:]
+        with pytest.raises(RuntimeError, match="are open in process"):
+            check(folder)
+    for _ in range(2):
+        (finding,) = check(folder)
+        assert (finding.code, finding.of) == ("not-finite", 400 * lanes)
+        assert finding.rows == ((7, 0) if lanes > 1 else 7,)
+    with opened(lanes) as rb:
+        assert_same(rb[:], before)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(b""), "holds no rows"),
+        (
+            lambda file: file.write_bytes(
+                file.read_bytes()[: 1 << 16] + b"?" + file.read_bytes()[(1 << 16) + 1 :]
+            ),
+            "is damaged",
+        ),
+    ],
+)
+def test_a_damaged_folder_of_rows_is_refused(tmp_path, damage, message):
+    with ReplayBuffer(
+        storage=PackedStorage(400, scratch_dir=tmp_path, reopen=True)
+    ) as rb:
+        rb.extend(walk(40)[:, 0])
+    damage(tmp_path / "head.bin")
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path)
 
 
 def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(

@@ -112,6 +112,10 @@ class LocalHandle:
         self.is_lost = False
 
 
+#: Of flow control, whose calls share it as in its actor.
+_LOOP = asyncio.new_event_loop()
+
+
 class LocalLimiter:
     """Flow control in this process; the calls return at once or wait, as those to Ray's
     actor."""
@@ -128,8 +132,10 @@ class LocalLimiter:
 
         def call(*given: Any, **named: Any) -> Any:
             try:
-                found = getattr(self.limiter, name)(*given, **named)
-                return asyncio.run(found) if iscoroutine(found) else found
+                result = getattr(self.limiter, name)(*given, **named)
+                return (
+                    _LOOP.run_until_complete(result) if iscoroutine(result) else result
+                )
             except Exception as error:  # noqa: BLE001
                 return error
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from importlib import import_module
+from inspect import iscoroutine
 from pathlib import Path
 from typing import Any
 
@@ -616,6 +618,53 @@ def test_flow_control_in_a_new_process_goes_on_from_the_rows_of_the_shards():
     second.take_back(first.epoch, inserted=7)
     report = second.report()
     assert (report["inserts"], report["samples"]) == (50, 160)
+
+
+async def _begun(call: Coroutine) -> asyncio.Task:
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda limiter: limiter.insert(50),
+        lambda limiter: limiter.take_back(limiter.epoch, sampled=100),
+        lambda limiter: limiter.restart(20),
+        lambda limiter: limiter.restore(None, 20),
+    ],
+    ids=["insert", "take_back", "restart", "restore"],
+)
+def test_a_batch_that_waits_is_admitted_when_the_counts_change(change):
+    async def run() -> None:
+        limiter = Limiter(lambda: None, 4.0, 10, 400)
+        limiter.restart(100)
+        while limiter.admits_sample(8):
+            await limiter.sample(8, False, None)
+        sampled = limiter.report()["samples"]
+        waiting = await _begun(limiter.sample(8, True, None))
+        result = change(limiter)
+        if iscoroutine(result):
+            await result
+        await asyncio.wait_for(waiting, 20.0)
+        assert limiter.admits_sample(8)
+        assert limiter.report()["sample_waits"] == 1
+        assert sampled == 760
+
+    asyncio.run(run())
+
+
+def test_a_write_that_waits_is_admitted_by_a_batch():
+    async def run() -> None:
+        limiter = Limiter(lambda: None, 1.0, 0, None)
+        await limiter.insert(10)
+        waiting = await _begun(limiter.insert(10))
+        await limiter.sample(16, True, None)
+        assert (await asyncio.wait_for(waiting, 20.0)).inserted == 20
+
+    asyncio.run(run())
 
 
 # -- which buffers

@@ -19,7 +19,7 @@ from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.envs import Transform
+from torchrl.envs import DTypeCastTransform, Transform
 
 import rlbuf_td as td
 from tests.environments import Walk, rewarded
@@ -525,6 +525,33 @@ def test_transforms_see_what_is_recorded():
     run(recorder, env, 10)
     assert rb.storage["next", "reward"].flatten(1).tolist() == seen
     assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_transform_stores_narrower_dtypes_and_returns_those_of_the_spaces(mode):
+    keys: Any = ["observation", ("next", "observation")]
+    narrow = DTypeCastTransform(
+        torch.float16, torch.float32, in_keys=keys, in_keys_inv=keys
+    )
+    recorders = []
+    for transform in (None, narrow):
+        env = vector(mode)
+        rb = td.ReplayBuffer.from_env(env, 300, batch_size=64, transform=transform)
+        recorders.append(td.GymnasiumRecorder(rb, env))
+        run(recorders[-1], env, 40)
+    plain, half = (recorder.buffer for recorder in recorders)
+    for key in keys:
+        assert half.storage.read(slice(None))[key].dtype == torch.float16
+    for rows, kept in zip(lanes_of(plain), lanes_of(half), strict=True):
+        for key in keys:
+            rows[key] = rows[key].half().float()
+        assert_equal(kept, rows.exclude(("collector", "traj_ids")))
+    half.set_rng(torch.Generator().manual_seed(0))
+    plain.set_rng(torch.Generator().manual_seed(0))
+    batch, expected = half.sample(), plain.sample()
+    for key in keys:
+        expected[key] = expected[key].half().float()
+    assert_equal(batch, expected.exclude("index", ("collector", "traj_ids")))
 
 
 @pytest.mark.parametrize(("shape", "lanes"), [((1,), 2), ((3,), 0), ((2, 2), 2)])

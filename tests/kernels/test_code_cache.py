@@ -78,6 +78,25 @@ def test_changed_sources_are_compiled_anew(tmp_path):
     assert say(1) == ([3], True)
 
 
+@pytest.mark.slow
+def test_code_for_a_class_that_is_gone_is_compiled_anew(tmp_path):
+    room = copy_room(tmp_path)
+    (room / "outer.py").write_text(
+        "from rlbuf_td.kernels.compiled import kernel\n\n"
+        "@kernel\ndef outer(pair):\n    return pair.x\n"
+    )
+    for name in ("Pair", "Couple"):
+        (room / "inner.py").write_text(
+            f"from typing import NamedTuple\n\nclass {name}(NamedTuple):\n    x: float\n"
+        )
+        code = (
+            "from rlbuf_td.kernels import inner; from rlbuf_td.kernels.outer import outer; "
+            f"print(outer(inner.{name}(2.0)))"
+        )
+        printed, errors = start(tmp_path, code, NUMBA_CACHE_DIR="").communicate()
+        assert printed == "2.0\n", errors
+
+
 @pytest.fixture
 def new_place() -> Iterator[None]:
     for found in (code_cache._locator, folder):

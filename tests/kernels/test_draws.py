@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
-from rlbuf_td.kernels.rank_order import HEAD, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.rank_order import HEAD, mass, rank_distribution, ranks_of_mass
 from rlbuf_td.kernels.strata import masses, step_of
 from tests.statistics import assert_follows
 
@@ -149,13 +149,15 @@ def test_mass_is_the_sum_of_powers(alpha: float) -> None:
     )
     expected = exact(alpha)[ranks.numpy() - 1]
     np.testing.assert_allclose(
-        mass(rank_law(alpha), ranks).numpy(), expected.astype(float), rtol=2e-14
+        mass(rank_distribution(alpha), ranks).numpy(),
+        expected.astype(float),
+        rtol=2e-14,
     )
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_ranks_of_mass_inverts_the_sum(alpha: float) -> None:
-    law, rows = rank_law(alpha), torch.tensor(ROWS)
+    law, rows = rank_distribution(alpha), torch.tensor(ROWS)
     generator = torch.Generator().manual_seed(0)
     value = torch.rand(200_000, generator=generator, dtype=torch.float64) * mass(
         law, rows
@@ -173,7 +175,7 @@ def test_ranks_of_mass_inverts_the_sum(alpha: float) -> None:
 def test_mass_at_either_end_gives_the_first_and_the_last_rank(
     alpha: float, n: int
 ) -> None:
-    law, rows = rank_law(alpha), torch.tensor(n)
+    law, rows = rank_distribution(alpha), torch.tensor(n)
     value = torch.stack(
         [torch.zeros((), dtype=torch.float64), mass(law, rows), 2 * mass(law, rows)]
     )

@@ -26,7 +26,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.kernels import dispatch, self_check
 from rlbuf_td.kernels.draws import uniform_rows_
-from rlbuf_td.kernels.strata import law_of, masses
+from rlbuf_td.kernels.strata import masses, stratification_of
 from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
 from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
 from rlbuf_td.storages.writes import Write
@@ -212,7 +212,7 @@ def test_a_draw_is_that_of_cumulative_sums(size, stratified, norm):
     weight[-1] = 1.0 if size == 1 else 0.0
     tree, batch = tree_of(weight), 4
     generator = torch.Generator().manual_seed(size)
-    law = law_of(batch, stratified, 0.7, norm)
+    law = stratification_of(batch, stratified, 0.7, norm)
     how: dict[str, Any] = {"generator": generator, "serials": None}
     flat, importance, _ = launch_draw(tree, batch, law, size, **how)
     sums = weight.cumsum(0, dtype=torch.float64)
@@ -233,7 +233,7 @@ def test_a_draw_finds_its_block_among_thousands():
     weight = torch.zeros(1024 * 1030)
     rows = torch.tensor([5, 1024 * 1023 + 7, 1024 * 1024, 1024 * 1029 + 1023])
     weight[rows] = 1.0
-    law = law_of(4, True, 0.5, "buffer")
+    law = stratification_of(4, True, 0.5, "buffer")
     how: dict[str, Any] = {"generator": None, "serials": None}
     flat, importance, _ = launch_draw(tree_of(weight), 4, law, len(weight), **how)
     assert torch.equal(flat.sort().values, rows)
@@ -241,7 +241,7 @@ def test_a_draw_finds_its_block_among_thousands():
 
 
 def test_no_weight_at_all_draws_finite_numbers():
-    law = law_of(2, True, 0.5, "buffer")
+    law = stratification_of(2, True, 0.5, "buffer")
     how: dict[str, Any] = {"generator": None, "serials": None}
     flat, importance, _ = launch_draw(tree_of(torch.zeros(5)), 2, law, 5, **how)
     assert flat.tolist() == [0, 0]
@@ -432,7 +432,7 @@ def test_uniform_draws_follow_the_law():
 @pytest.mark.slow
 def test_proportional_draws_follow_the_law():
     weight = torch.tensor([1.0, 0.0, 3.0, 2.0, 0.5, 1.5])
-    law = law_of(600, False, 0.5, None)
+    law = stratification_of(600, False, 0.5, None)
     how: dict[str, Any] = {"generator": None, "serials": None}
     flat, _, _ = launch_draw(tree_of(weight), 600, law, 6, **how)
     assert_follows(flat.bincount(minlength=6), weight.double() / weight.sum())

@@ -297,7 +297,7 @@ def ranked(td_error: torch.Tensor, **settings: Any) -> RankSampler:
     return sampler
 
 
-def law_of(alpha: float, n: int) -> np.ndarray:
+def stratification_of(alpha: float, n: int) -> np.ndarray:
     weight = np.arange(1, n + 1, dtype=np.float64) ** -alpha
     return weight / weight.sum()
 
@@ -327,7 +327,7 @@ def test_segments_follow_the_number_of_rows_and_cover_every_rank(alpha):
             assert (segments[0, 0], segments[-1, 1]) == (1, rows)
             gap = segments[1:, 0] - segments[:-1, 1]
             assert ((gap == 0) | (gap == 1)).all()
-            total = law_of(alpha, rows).cumsum()
+            total = stratification_of(alpha, rows).cumsum()
             assert (
                 total[segments[:, 1].numpy() - 1] >= (np.arange(k) + 1) / k - 1e-9
             ).all()
@@ -342,7 +342,7 @@ def test_probability_is_the_power_of_the_rank(alpha, n):
     assert torch.equal(sampler.rank(order), torch.arange(1, n + 1))
     torch.testing.assert_close(
         sampler.probability(order),
-        torch.from_numpy(law_of(alpha, n)),
+        torch.from_numpy(stratification_of(alpha, n)),
         rtol=1e-12,
         atol=0.0,
     )
@@ -375,14 +375,14 @@ DRAWS, CELLS = 600_000, 48
 
 def cells_of(alpha: float, n: int) -> np.ndarray:
     """Return a cell for each rank, all of about equal mass."""
-    law = law_of(alpha, n)
+    law = stratification_of(alpha, n)
     return np.minimum(((law.cumsum() - law / 2) * CELLS).astype(int), CELLS - 1)
 
 
 def expected_in_segments(alpha: float, n: int, k: int) -> np.ndarray:
     """``[k, CELLS]``: the probability that the draw from segment ``j`` falls into a
     cell."""
-    edges = np.append(0.0, law_of(alpha, n).cumsum())
+    edges = np.append(0.0, stratification_of(alpha, n).cumsum())
     expected = np.zeros((k, CELLS))
     for j in range(k):
         np.add.at(

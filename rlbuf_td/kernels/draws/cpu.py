@@ -27,7 +27,8 @@ def masses(uniform, total, step):
         for j in range(batch):
             uniform[j] *= total
         return
-    segment, width = np.int64(uniform[0] * FIRST) % batch, total / batch
+    segment = np.int64(uniform[0] * FIRST) % batch
+    width = total / batch
     for j in range(batch):
         uniform[j] = (segment + uniform[j]) * width
         segment += step
@@ -47,7 +48,8 @@ def acceptable(index, td_error, rows):
 
 @kernel
 def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: float):
-    mass, scale = np.expm1(span * log_decay), 1 / log_decay
+    mass = np.expm1(span * log_decay)
+    scale = 1 / log_decay
     is_flat = log_decay * span > _FLAT
     for i in range(count):
         u = load(uniform + 8 * i, np.float64)
@@ -66,25 +68,24 @@ def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: flo
 def append_distinct(out_at, size, kept, values_at, value_count):
     """Implement :func:`rlbuf_td.kernels.draws.append_distinct_` for arrays at
     addresses."""
-    out, values = (
-        carray(pointer(out_at), size, np.int64),
-        carray(pointer(values_at), value_count, np.int64),
-    )
+    out = carray(pointer(out_at), size, np.int64)
+    values = carray(pointer(values_at), value_count, np.int64)
     # A hash set with open addressing. It has at least twice as many places as ``out``,
     # so a free one is always found.
     bits = _ONE
     while (_ONE << bits) < np.uint64(2 * len(out)):
         bits += _ONE
-    places, last = np.full(np.int64(_ONE << bits), -1, np.int64), (_ONE << bits) - _ONE
+    slots = np.full(np.int64(_ONE << bits), -1, np.int64)
+    last = (_ONE << bits) - _ONE
     count = 0
     for i in range(kept + len(values)):
         if count == len(out):
             break
         value = out[i] if i < kept else values[i - kept]
         slot = (np.uint64(value) * _SPREAD) >> (_WORD - bits)
-        while places[slot] >= 0 and places[slot] != value:
+        while slots[slot] >= 0 and slots[slot] != value:
             slot = (slot + _ONE) & last
-        if places[slot] < 0:
-            places[slot] = out[count] = value
+        if slots[slot] < 0:
+            slots[slot] = out[count] = value
             count += 1
     return count

@@ -44,7 +44,7 @@ HEAD = 1024
 
 
 @dataclass(frozen=True)
-class RankLaw:
+class RankDistribution:
     """The distribution of ranks for one ``alpha``."""
 
     alpha: float  # not negative; 0 is uniform
@@ -57,19 +57,21 @@ class RankLaw:
 
 
 class Ranks(NamedTuple):
-    """A :class:`RankLaw` for compiled loops; ``head`` is an address."""
+    """A :class:`RankDistribution` for compiled loops; ``head`` is an address."""
 
     alpha: float
     shift: float
     head: int
 
 
-def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
+def rank_distribution(
+    alpha: float, device: torch.device | str = "cpu"
+) -> RankDistribution:
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
     # An asynchronous copy is safe: drivers read memory that is not page-locked before
     # the call returns.
-    return RankLaw(
+    return RankDistribution(
         alpha,
         head.to(device, non_blocking=True),
         float(head[-1] - _primitive(alpha, x)),
@@ -84,28 +86,33 @@ def cumulative(alpha: float, n: int) -> Tensor:
     )
 
 
-def mass(law: RankLaw, ranks: Tensor) -> Tensor:
+def mass(distribution: RankDistribution, ranks: Tensor) -> Tensor:
     """Return the cumulative mass ``H_r = 1 + 2^-alpha + ... + r^-alpha`` of each rank
     ``r >= 1``, float64."""
     in_head = ranks <= HEAD
     # indexing by a 0-dim tensor would synchronise
-    table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)
+    table = torch.take(distribution.head, torch.where(in_head, ranks, 1) - 1)
     x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
-    return torch.where(in_head, table, law.shift + _primitive(law.alpha, x))
+    return torch.where(
+        in_head, table, distribution.shift + _primitive(distribution.alpha, x)
+    )
 
 
-def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
+def ranks_of_mass(
+    distribution: RankDistribution, value: Tensor, rows: Tensor
+) -> Tensor:
     """Return for each ``value`` the rank ``r`` with ``H_(r-1) <= value < H_r`` (int64,
     at most ``rows``)."""
-    in_head = torch.searchsorted(law.head, value, right=True) + 1
-    y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
+    in_head = torch.searchsorted(distribution.head, value, right=True) + 1
+    y = (value - distribution.shift).clamp(min=0.0)
+    bend = 1.0 - distribution.alpha
     if bend:
         y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
     # Clamped before the conversion to integers, because rounding may lead past the last
     # rank.
     x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
     beyond = (
-        torch.floor(x - law.alpha / (24.0 * x) + 0.5)
+        torch.floor(x - distribution.alpha / (24.0 * x) + 0.5)
         .to(torch.int64)
         .clamp(min=HEAD + 1)
     )
@@ -115,7 +122,8 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
 def _primitive(alpha: float, x: Tensor) -> Tensor:
     """Return the integral of ``t^-alpha`` from 1 to ``x``, plus the Euler-Maclaurin
     correction."""
-    bend, y = 1.0 - alpha, torch.log(x)
+    bend = 1.0 - alpha
+    y = torch.log(x)
     return (torch.expm1(bend * y) / bend if bend else y) + alpha / 24.0 * x.pow(
         -alpha - 1.0
     )
@@ -137,10 +145,8 @@ class SortedOrder:
 
     def __init__(self, magnitude: Tensor) -> None:
         #: With an element more, which `write_magnitudes` needs.
-        self.magnitude, self._is_sorted = (
-            torch.cat((magnitude, magnitude.new_full((1,), -1.0))),
-            False,
-        )
+        self.magnitude = torch.cat((magnitude, magnitude.new_full((1,), -1.0)))
+        self._is_sorted = False
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
         with outside_inference_mode():
@@ -176,18 +182,19 @@ class SortedOrder:
 
     def draw(
         self,
-        law: RankLaw,
+        distribution: RankDistribution,
         uniform: Tensor,
         stratified: bool,
         beta: float,
         norm: str | None,
     ) -> tuple[Tensor, Tensor]:
         self._refresh()
-        rows, total = self._count, mass(law, self._count)
-        ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
+        rows, total = self._count, mass(distribution, self._count)
+        ranks = ranks_of_mass(distribution, masses(uniform, total, stratified), rows)
         # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has
         # the largest weight.
-        power, last = law.alpha * beta, ranks.max() if norm == "batch" else rows
+        power = distribution.alpha * beta
+        last = ranks.max() if norm == "batch" else rows
         weight = (ranks.to(torch.float64) / last).pow(power)
         if norm is None:
             weight = weight * (
@@ -342,10 +349,12 @@ class ChunkedOrder:
             )
 
     def ranks_of(self, index: Tensor) -> Tensor:
-        last, index = len(self.magnitude) - 1, index.contiguous()
+        last = len(self.magnitude) - 1
+        index = index.contiguous()
         ranks = torch.empty(index.shape, dtype=torch.int64, device="cpu")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) <= last:
-            low, high = int(index.min()), int(index.max())
+            low = int(index.min())
+            high = int(index.max())
             raise IndexError(
                 f"row {low if low < 0 else high} is out of range: rows are 0 to {last}"
             )
@@ -366,12 +375,14 @@ class ChunkedOrder:
         head, bits, keys, first, chunk, size, before = (
             self.tensors[name].numpy() for name in _NAMES
         )
-        used, rows = int(head[USED]), np.flatnonzero(bits >= 0)
+        used = int(head[USED])
+        rows = np.flatnonzero(bits >= 0)
         stored = np.concatenate(
             [keys[c, :n] for c, n in zip(chunk[:used], size[:used], strict=True)]
         )
         ends = size[:used].cumsum()
-        bounds, begins = np.append(first[:used], NO_KEY), ends - size[:used]
+        bounds = np.append(first[:used], NO_KEY)
+        begins = ends - size[:used]
         position = np.repeat(np.arange(used), size[:used])
         faults = {
             "the number of rows": len(rows) != head[ROWS],
@@ -393,7 +404,8 @@ class ChunkedOrder:
                 np.append(first[used:], before[used:]) == NO_KEY
             ).all(),
         }
-        if wrong := [name for name, is_wrong in faults.items() if is_wrong]:
+        wrong = [name for name, is_wrong in faults.items() if is_wrong]
+        if wrong:
             raise AssertionError(f"wrong in a rank order: {', '.join(wrong)}")
 
     def __getstate__(self) -> dict[str, Tensor | dict[str, Tensor]]:

@@ -45,7 +45,7 @@ from rlbuf_td.kernels.rank_order import (
     WIDTH,
     Ranks,
 )
-from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, DrawLaw
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, Stratification
 from rlbuf_td.kernels.sum_tree import REFUSED
 
 #: Searches that advance together: enough to overlap cache misses, few enough for the
@@ -72,15 +72,15 @@ class Chunks(NamedTuple):
 
 
 @inlined
-def _chunks(at):
+def _chunks(record):
     return Chunks(
-        head=carray(pointer(at.head), 3, np.int64),
-        bits=carray(pointer(at.bits), at.rows, np.int32),
-        keys=carray(pointer(at.keys), (at.chunks, WIDTH), np.int64),
-        first=carray(pointer(at.first), at.positions, np.int64),
-        chunk=carray(pointer(at.chunk), at.positions, np.int32),
-        size=carray(pointer(at.size), at.positions, np.int32),
-        before=carray(pointer(at.before), at.positions, np.int64),
+        head=carray(pointer(record.head), 3, np.int64),
+        bits=carray(pointer(record.bits), record.rows, np.int32),
+        keys=carray(pointer(record.keys), (record.chunks, WIDTH), np.int64),
+        first=carray(pointer(record.first), record.positions, np.int64),
+        chunk=carray(pointer(record.chunk), record.positions, np.int32),
+        size=carray(pointer(record.size), record.positions, np.int32),
+        before=carray(pointer(record.before), record.positions, np.int64),
     )
 
 
@@ -116,8 +116,9 @@ def _search(bounds, used, wanted, positions):
 
 
 @inlined
-def _key_address(chunks, position, at):
-    return address_of(chunks.keys) + 8 * (np.int64(chunks.chunk[position]) * WIDTH + at)
+def _key_address(chunks, position, slot):
+    first = np.int64(chunks.chunk[position]) * WIDTH
+    return address_of(chunks.keys) + 8 * (first + slot)
 
 
 @inlined
@@ -155,12 +156,11 @@ def _count(chunks):
 def ranks_of(order, index, count, out):
     """Write each row's rank to the address ``out``, 0 for rows without a magnitude."""
     chunks = _chunks_at(order)
-    rows, ranks = (
-        carray(pointer(index), count, np.int64),
-        carray(pointer(out), count, np.int64),
-    )
+    rows = carray(pointer(index), count, np.int64)
+    ranks = carray(pointer(out), count, np.int64)
     _count(chunks)
-    keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    keys = np.empty(BLOCK, np.int64)
+    positions = np.empty(BLOCK, np.int64)
     for start in range(0, count, BLOCK):
         many = min(BLOCK, count - start)
         for i in range(many):
@@ -207,7 +207,9 @@ def _rank_of_mass(mass, rows, ranks):
 
 
 @kernel
-def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: DrawLaw):
+def draw(
+    order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Stratification
+):
     """Draw rows by rank, and compute importance weights; return False if no row has a
     rank.
 
@@ -219,10 +221,8 @@ def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: Dr
     if rows == 0:
         return False
     _count(chunks)
-    uniform, index = (
-        carray(pointer(uniform_at), batch, np.float64),
-        carray(pointer(rows_at), batch, np.int64),
-    )
+    uniform = carray(pointer(uniform_at), batch, np.float64)
+    index = carray(pointer(rows_at), batch, np.int64)
     importance = carray(pointer(importance_at), batch, np.float32)
     total = _mass_of_all(rows, ranks)
     masses(uniform, total, law.step)
@@ -258,8 +258,10 @@ def update(order, index, magnitude, rows):
     CPU."""
     if not acceptable(index, magnitude, rows):
         return REFUSED
-    chunks, bits = _chunks(order[0]), magnitude.view(np.int32)
-    keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    chunks = _chunks(order[0])
+    bits = magnitude.view(np.int32)
+    keys = np.empty(BLOCK, np.int64)
+    positions = np.empty(BLOCK, np.int64)
     largest = -1.0
     for start in range(0, len(index), BLOCK):
         stop = min(start + BLOCK, len(index))
@@ -285,13 +287,15 @@ def fill(order, index, bits):
     chunks = _chunks(order[0])
     if len(index) == 0:
         return
-    keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    keys = np.empty(BLOCK, np.int64)
+    positions = np.empty(BLOCK, np.int64)
     for start in range(0, len(index), BLOCK):
         _delete(chunks, index[start : start + BLOCK], keys, positions)
     chunks.bits[index[0] : index[-1] + 1] = bits
     # The keys of these rows are consecutive: no other key lies between them, so that
     # whole chunks are filled at once.
-    key, end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
+    key = key_of(bits, index[0])
+    end = key_of(bits, index[-1]) + 1
     while key < end:
         keys[0] = key
         _search(chunks.first, chunks.head[USED], keys[:1], positions[:1])
@@ -318,7 +322,8 @@ def _arrange(chunks, keys):
     chunks.before[:] = NO_KEY
     chunks.head[USED] = max(1, -(-len(keys) // ROOM))
     for position in range(chunks.head[USED]):
-        start, count = position * ROOM, min(ROOM, len(keys) - position * ROOM)
+        start = position * ROOM
+        count = min(ROOM, len(keys) - position * ROOM)
         for i in range(count):
             chunks.keys[position, i] = keys[start + i]
         chunks.first[position] = keys[start] if position else 0

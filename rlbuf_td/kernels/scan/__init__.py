@@ -74,7 +74,8 @@ def gae(
         advantage = reverse_scan(delta, decay)
         return advantage, advantage + columns[0]
     inputs = [x.contiguous() for x in columns]
-    advantage, target = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    advantage = torch.empty_like(inputs[0])
+    target = torch.empty_like(inputs[0])
     rollout = (
         gamma,
         gamma * lmbda,
@@ -91,7 +92,8 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     tensors of one floating dtype."""
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
-    a, b = a.contiguous(), b.expand_as(a).contiguous()
+    b = b.expand_as(a).contiguous()
+    a = a.contiguous()
     x = torch.empty_like(a)
     dtype = _DTYPES[a.dtype]
     loop("scan.cpu", "scan", dtype=dtype)(*addresses_of((a, b, x)), *a.shape, dtype)

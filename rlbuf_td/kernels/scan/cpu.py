@@ -51,7 +51,9 @@ def _gae_lanes(gamma, decay, columns):
                 advantage[i, t] = reward[i, t] + ahead - value[i, t]
         if end - first == 4:
             i = np.uint64(first)
-            j, k, m = i + np.uint64(1), i + np.uint64(2), i + np.uint64(3)
+            j = i + np.uint64(1)
+            k = i + np.uint64(2)
+            m = i + np.uint64(3)
             xi = xj = xk = xm = zero
             for back in range(steps):
                 step = np.uint64(steps - 1 - back)
@@ -59,12 +61,10 @@ def _gae_lanes(gamma, decay, columns):
                 xj = advantage[j, step] + (zero if done[j, step] else decay * xj)
                 xk = advantage[k, step] + (zero if done[k, step] else decay * xk)
                 xm = advantage[m, step] + (zero if done[m, step] else decay * xm)
-                (
-                    advantage[i, step],
-                    advantage[j, step],
-                    advantage[k, step],
-                    advantage[m, step],
-                ) = xi, xj, xk, xm
+                advantage[i, step] = xi
+                advantage[j, step] = xj
+                advantage[k, step] = xk
+                advantage[m, step] = xm
         else:
             for row in range(first, end):
                 i, x = np.uint64(row), zero
@@ -103,7 +103,8 @@ def _gae_rows(gamma, decay, columns):
 @_contracted
 def gae(rollout: Rollout, dtype):
     """Implement :func:`rlbuf_td.kernels.scan.gae`."""
-    gamma, decay = dtype(rollout.gamma), dtype(rollout.decay)
+    gamma = dtype(rollout.gamma)
+    decay = dtype(rollout.decay)
     lanes, steps, features = rollout.lanes, rollout.steps, rollout.features
     if features > 1:
         _gae_rows(gamma, decay, _columns(rollout, (lanes, steps, features), dtype))
@@ -127,12 +128,11 @@ def _columns(rollout, shape, dtype):
 @_contracted
 def scan(first, carry, found, lanes, steps, features, dtype):
     """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`."""
-    shape, zero = (lanes, steps, features), dtype(0)
-    a, b, x = (
-        carray(pointer(first), shape, dtype),
-        carray(pointer(carry), shape, dtype),
-        carray(pointer(found), shape, dtype),
-    )
+    shape = (lanes, steps, features)
+    zero = dtype(0)
+    a = carray(pointer(first), shape, dtype)
+    b = carray(pointer(carry), shape, dtype)
+    x = carray(pointer(found), shape, dtype)
     for i in range(lanes):
         for f in range(features):
             x[i, steps - 1, f] = a[i, steps - 1, f]

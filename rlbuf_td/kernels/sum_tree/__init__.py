@@ -39,7 +39,7 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, masses
+from rlbuf_td.kernels.strata import BY_BATCH, Stratification, masses
 from rlbuf_td.kernels.sum_tree.blocks import (
     BlockUpdate,
     Run,
@@ -163,7 +163,8 @@ class SumTree:
     def address(self) -> int:
         """The address of a :data:`TREE` record, which is the same as long as the memory
         has not moved."""
-        leaves, nodes = self.leaves.data_ptr(), self.nodes.data_ptr()
+        leaves = self.leaves.data_ptr()
+        nodes = self.nodes.data_ptr()
         if self._record[0] != leaves or self._record[1] != nodes:
             tensors = {
                 name: tensor.data_ptr() for name, tensor in self.tensors().items()
@@ -198,10 +199,8 @@ class SumTree:
         self.sums[:count] = weight.sum(1, dtype=torch.float64)
         self.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
         for start, above in pairwise(self.starts):
-            sums, count = (
-                self.sums[start:above].view(-1, GROUP),
-                (above - start) // GROUP,
-            )
+            sums = self.sums[start:above].view(-1, GROUP)
+            count = (above - start) // GROUP
             total = sums.cumsum(1)
             # by a positive sum, its own included
             is_followed = sums.flip(1).cumsum(1).flip(1) > 0
@@ -261,7 +260,8 @@ def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
 
 
 def _starts(rows: int) -> list[int]:
-    starts, size = [0], rows // BLOCK
+    starts = [0]
+    size = rows // BLOCK
     while size > 1:
         size = -(-size // GROUP)
         starts.append(starts[-1] + size * GROUP)
@@ -294,10 +294,8 @@ def write_magnitudes(
     magnitude = magnitudes_of(td_error)
     outside = (index < 0) | (index >= rows)
     invalid = outside | ~(magnitude < torch.inf)
-    magnitude, target = (
-        magnitude.masked_fill(invalid, -1.0),
-        index.masked_fill(invalid, len(memory) - 1),
-    )
+    magnitude = magnitude.masked_fill(invalid, -1.0)
+    target = index.masked_fill(invalid, len(memory) - 1)
     ordered, order = target.sort(stable=True)
     # equal for equal targets
     value = magnitude[order[torch.searchsorted(ordered, target, right=True) - 1]]
@@ -417,24 +415,21 @@ def draw(
     # weight instead.
     chosen, (largest, its_row) = tree.weight[index], tree.weight.max(0)
     is_valid = chosen > 0
-    index, chosen = (
-        torch.where(is_valid, index, its_row),
-        torch.where(is_valid, chosen, largest).to(torch.float64),
-    )
-    smallest = (
-        tree.smallest
-        if norm == "buffer"
-        else chosen.amin()
-        if norm == "batch"
-        else total / rows
-    )
+    index = torch.where(is_valid, index, its_row)
+    chosen = torch.where(is_valid, chosen, largest).to(torch.float64)
+    if norm == "buffer":
+        smallest = tree.smallest
+    elif norm == "batch":
+        smallest = chosen.amin()
+    else:
+        smallest = total / rows
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
 
 
 def launch_draw(
     tree: SumTree,
     batch: int,
-    law: DrawLaw,
+    law: Stratification,
     rows: int,
     *,
     generator: torch.Generator | None,

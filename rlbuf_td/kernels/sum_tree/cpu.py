@@ -23,7 +23,7 @@ from rlbuf_td.kernels.draws.cpu import acceptable, masses
 from rlbuf_td.kernels.strata import (
     BY_BATCH,
     BY_BUFFER,
-    DrawLaw,
+    Stratification,
 )
 from rlbuf_td.kernels.sum_tree import BLOCK, GROUP, LARGEST, REFUSED, SMALLEST, TREE
 
@@ -181,17 +181,17 @@ def fill(tree, start, count, value, alpha, eps):
 def repair_range(tree, start, count):
     """Recompute the blocks that hold the ``count`` rows from row ``start`` on, and all
     nodes above these blocks."""
-    first, last = uint64(start) >> _ROWS, uint64(start + count - 1) >> _ROWS
+    first = uint64(start) >> _ROWS
+    last = uint64(start + count - 1) >> _ROWS
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
         _set_block(weight, sums, minima, uint64(block))
     for level in range(starts.shape[0] - 1):
-        first, last = first >> _SHIFT, last >> _SHIFT
+        first = first >> _SHIFT
+        last = last >> _SHIFT
         for group in range(first, last + _ONE):
-            members, above = (
-                starts[level] + (uint64(group) << _SHIFT),
-                starts[level + 1] + uint64(group),
-            )
+            members = starts[level] + (uint64(group) << _SHIFT)
+            above = starts[level + 1] + uint64(group)
             _set_group(sums, before, members, above)
             minima[above] = _smallest_of(minima, members)
 
@@ -230,13 +230,11 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @kernel
-def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
+def draw(tree, uniform, rows_at, importance_at, batch, law: Stratification, rows):
     """Implement :func:`rlbuf_td.kernels.sum_tree.draw` for memory at addresses."""
     arrays = _arrays(carray(pointer(tree), 1, TREE))
-    mass, node = (
-        carray(pointer(uniform), batch, np.float64),
-        carray(pointer(rows_at), batch, np.uint64),
-    )
+    mass = carray(pointer(uniform), batch, np.float64)
+    node = carray(pointer(rows_at), batch, np.uint64)
     root = arrays.starts[arrays.starts.shape[0] - 1]
     total = arrays.sums[root]
     if not total > 0.0:
@@ -251,10 +249,8 @@ def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
         smallest = np.inf
         for j in range(batch):
             smallest = min(smallest, arrays.weight[node[j]])
-    importance, exponent = (
-        carray(pointer(importance_at), batch, np.float32),
-        np.float32(-law.beta),
-    )
+    importance = carray(pointer(importance_at), batch, np.float32)
+    exponent = np.float32(-law.beta)
     for j in range(batch):
         ratio = arrays.weight[node[j]] / smallest
         if 1e-37 < ratio < 1e37:

@@ -21,7 +21,7 @@ from rlbuf_td.kernels.launches import (
     philox_start,
 )
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import BY_BUFFER, FIRST, DrawLaw
+from rlbuf_td.kernels.strata import BY_BUFFER, FIRST, Stratification
 from rlbuf_td.kernels.sum_tree.blocks import WEIGHTS, BlockUpdate, Run, WeightLaw
 
 _ROWS, _OTHERS = 32, 256  # updates per program, and with how many it compares them
@@ -142,7 +142,7 @@ def draw(
     tree: Any,
     batch: int,
     generator: torch.Generator | None,
-    law: DrawLaw,
+    law: Stratification,
     rows: int,
     serials: Serials | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:

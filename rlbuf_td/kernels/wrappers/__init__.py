@@ -23,7 +23,7 @@ from rlbuf_td.kernels.wrappers.rewards import Rewards, Sums
 STRATEGIES = ("future", "final", "episode", "random")
 
 
-class Law(NamedTuple):
+class GoalDistribution(NamedTuple):
     """The distribution of hindsight goals: a random number selects the strategy with
     the first threshold above it."""
 
@@ -36,26 +36,29 @@ class Law(NamedTuple):
     log_gamma: float
 
 
-def choose_goals(spans: Spans, uniform: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+def choose_goals(
+    spans: Spans, uniform: Tensor, distribution: GoalDistribution
+) -> tuple[Tensor, Tensor]:
     """Return how many steps after each row the one that provides its new goal is, and a
     mask of the rows that get one.
 
     The steps are 0 for rows that keep their goal, or get that of a ``random`` row.
     """
     back, ahead, ended, _ = spans
-    strategy, where = torch.full_like(back, len(STRATEGIES)), torch.zeros_like(uniform)
+    strategy = torch.full_like(back, len(STRATEGIES))
+    where = torch.zeros_like(uniform)
     for number, (begin, end) in reversed(
-        [*enumerate(pairwise((0.0, *law.thresholds)))]
+        [*enumerate(pairwise((0.0, *distribution.thresholds)))]
     ):
         if begin < end:
             inside = uniform < end
             strategy = torch.where(inside, number, strategy)
             where = torch.where(inside, (uniform - begin) / (end - begin), where)
     soon = where * (ahead + 1)
-    if law.log_gamma < 0:
+    if distribution.log_gamma < 0:
         soon = (
-            torch.log1p(where * torch.expm1((ahead + 1) * law.log_gamma))
-            / law.log_gamma
+            torch.log1p(where * torch.expm1((ahead + 1) * distribution.log_gamma))
+            / distribution.log_gamma
         )
     around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
     steps = torch.where(
@@ -64,7 +67,7 @@ def choose_goals(spans: Spans, uniform: Tensor, law: Law) -> tuple[Tensor, Tenso
         torch.where(strategy == 1, ahead, around),
     )
     mask = strategy < len(STRATEGIES)
-    if law.only_finished:
+    if distribution.only_finished:
         mask &= ended | (strategy == 3)
     return torch.where(mask & (strategy < 3), steps, 0), mask
 

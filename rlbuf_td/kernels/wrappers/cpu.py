@@ -69,31 +69,31 @@ def steps_to_goal(share, ahead, log_gamma):
 
 
 @inlined
-def choose(of, law, live, cell, pick):
+def choose(numbers, distribution, live, cell, pick):
     """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its
     goal; ``pick`` is random.
 
-    ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Of the strategy "random",
+    ``distribution`` is a :class:`rlbuf_td.kernels.wrappers.GoalDistribution`. Of the strategy "random",
     return the number of the row.
     """
-    future, final, episode, random = law.thresholds
+    future, final, episode, random = distribution.thresholds
     if pick >= episode:
         return (
             min(np.int64((pick - episode) / (random - episode) * live), live - 1)
             if pick < random
             else np.int64(-1)
         )
-    steps, lanes = of.steps, of.lanes
+    steps, lanes = numbers.steps, numbers.lanes
     t, lane = split(cell, lanes)
-    if law.only_finished and not has_ended(of, lane, t):
+    if distribution.only_finished and not has_ended(numbers, lane, t):
         return np.int64(-1)
-    ahead = steps_ahead(of, lane, t)
+    ahead = steps_ahead(numbers, lane, t)
     if pick < future:
-        t += steps_to_goal(pick / future, ahead, law.log_gamma)
+        t += steps_to_goal(pick / future, ahead, distribution.log_gamma)
     elif pick < final:
         t += ahead
     else:
-        back = steps_back(of, lane, t)
+        back = steps_back(numbers, lane, t)
         t += (
             min(
                 np.int64((pick - final) / (episode - final) * (back + ahead + 1)),
@@ -101,7 +101,11 @@ def choose(of, law, live, cell, pick):
             )
             - back
         )
-    return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
+    if t < 0:
+        t += steps
+    elif t >= steps:
+        t -= steps
+    return t * lanes + lane
 
 
 @inlined
@@ -115,30 +119,31 @@ def _reward_at(rewards, cell):
 
 
 @inlined
-def following(of, cell):
+def following(numbers, cell):
     """Return the row one time step after row ``cell``, in the ring of its lane."""
-    cell, cells = cell + of.lanes, of.steps * of.lanes
+    cell = cell + numbers.lanes
+    cells = numbers.steps * numbers.lanes
     return cell if cell < cells else cell - cells
 
 
 @inlined
-def walk(of, cell, n):
+def walk(numbers, cell, n):
     """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return
     the count and the last row."""
-    t, lane = split(cell, of.lanes)
-    count = min(steps_ahead(of, lane, t) + 1, n)
+    t, lane = split(cell, numbers.lanes)
+    count = min(steps_ahead(numbers, lane, t) + 1, n)
     t += count - 1
-    return count, (t if t < of.steps else t - of.steps) * of.lanes + lane
+    return count, (t if t < numbers.steps else t - numbers.steps) * numbers.lanes + lane
 
 
 @inlined
-def put_sum(target, rewards, of, cell, count, gamma):
+def put_sum(target, rewards, numbers, cell, count, gamma):
     """Write the discounted sum of ``count`` rewards, from row ``cell`` on, to
     ``target``."""
     # as with torch's ``cumsum``, -0.0 becomes 0.0
     total, discount = 0.0 + _reward_at(rewards, cell), 1.0
     for _ in range(1, count):
-        cell = following(of, cell)
+        cell = following(numbers, cell)
         discount *= gamma
         total += discount * _reward_at(rewards, cell)
     if rewards.is_double:
@@ -150,19 +155,15 @@ def put_sum(target, rewards, of, cell, count, gamma):
 @kernel
 def n_step(episodes, address, flat, targets, steps, live):
     """Gather n-step transitions."""
-    numbers, batch, joined = (
-        numbers_at(episodes),
-        batch_at(address),
-        carray(pointer(steps), 1, STEPS)[0],
-    )
+    numbers = numbers_at(episodes)
+    batch = batch_at(address)
+    joined = carray(pointer(steps), 1, STEPS)[0]
     taken, n, gamma = joined.taken, joined.n, joined.gamma
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
     out = carray(pointer(targets), batch.leaves, np.int64)
-    first, end = (
-        carray(pointer(flat), count, np.int64),
-        carray(pointer(joined.ends), count, np.int64),
-    )
+    first = carray(pointer(flat), count, np.int64)
+    end = carray(pointer(joined.ends), count, np.int64)
     if not are_written(first, live):
         return False
     for begun in range(count + _AHEAD):
@@ -180,12 +181,10 @@ def n_step(episodes, address, flat, targets, steps, live):
             continue
         cell, length = first[i], load(taken + 8 * i, np.int64)
         for leaf in range(batch.leaves):
-            offset, width, kind, size = (
-                leaves[leaf, 0],
-                leaves[leaf, 1],
-                leaves[leaf, 2],
-                leaves[leaf, 3],
-            )
+            offset = leaves[leaf, 0]
+            width = leaves[leaf, 1]
+            kind = leaves[leaf, 2]
+            size = leaves[leaf, 3]
             target = out[leaf] + i * width
             if kind != REWARD:
                 copy_few(
@@ -210,7 +209,7 @@ def relabel(
     drawn,
     uniform,
     count,
-    law,
+    distribution,
     live,
     are_cells: bool,
     goals,
@@ -219,26 +218,27 @@ def relabel(
     to address ``relabeled``.
 
     The ``count`` rows at address ``drawn``, each of which is expanded to equally many
-    rows of the batch, have the random numbers at ``uniform``. ``law`` is a
-    :class:`rlbuf_td.kernels.wrappers.Law`. Achieved goals from leaf number ``goals[0]``
-    replace the desired goals in the leaves with the numbers ``goals[1:]``. ``live`` is
-    the number of live rows; ``are_cells``: whether their numbers are their flat
-    indices.
+    rows of the batch, have the random numbers at ``uniform``. ``distribution`` is a
+    :class:`rlbuf_td.kernels.wrappers.GoalDistribution`. Achieved goals from leaf number
+    ``goals[0]`` replace the desired goals in the leaves with the numbers ``goals[1:]``.
+    ``live`` is the number of live rows; ``are_cells``: whether their numbers are their
+    flat indices.
     """
-    numbers, batch = numbers_at(episodes), batch_at(address)
-    window, cell = batch.count // count, carray(pointer(drawn), count, np.int64)
-    pick, chosen = (
-        carray(pointer(uniform), count, np.float64),
-        np.empty(count, np.int64),
-    )
+    numbers = numbers_at(episodes)
+    batch = batch_at(address)
+    window = batch.count // count
+    cell = carray(pointer(drawn), count, np.int64)
+    pick = carray(pointer(uniform), count, np.float64)
+    chosen = np.empty(count, np.int64)
     extent = batch.extents + 16 * goals[0]
-    offset, width = load(extent, np.int64), load(extent + 8, np.int64)
+    offset = load(extent, np.int64)
+    width = load(extent + 8, np.int64)
     for i in range(count):
         expect(numbers, cell[i])
     for i in range(count):
-        chosen[i] = choose(numbers, law, live, cell[i], pick[i])
+        chosen[i] = choose(numbers, distribution, live, cell[i], pick[i])
         if chosen[i] >= 0:
-            if not are_cells and pick[i] >= law.thresholds[2]:
+            if not are_cells and pick[i] >= distribution.thresholds[2]:
                 chosen[i] = cell_of(numbers, chosen[i])
             prefetch(batch.rows + chosen[i] * batch.row_bytes + offset)
     for i in range(count):
@@ -252,16 +252,16 @@ def relabel(
 
 
 @inlined
-def _back(of, across, lane, t):
+def _back(numbers, across, lane, t):
     """Return the number of rows before step ``t`` of a lane that a window may have: of
     its trajectory, or its lane."""
-    return rows_before(of, lane, t) if across else steps_back(of, lane, t)
+    return rows_before(numbers, lane, t) if across else steps_back(numbers, lane, t)
 
 
 @inlined
-def _ahead(of, across, lane, t):
+def _ahead(numbers, across, lane, t):
     """Return the number of rows after step ``t`` of a lane that a window may have."""
-    return rows_after(of, lane, t) if across else steps_ahead(of, lane, t)
+    return rows_after(numbers, lane, t) if across else steps_ahead(numbers, lane, t)
 
 
 @kernel
@@ -305,10 +305,10 @@ def replace_short(
 
 
 @inlined
-def _fits(of, length, burn_in, across, anchor):
-    t, lane = split(anchor, of.lanes)
-    has_burn_in = burn_in == 0 or _back(of, across, lane, t) >= burn_in
-    return has_burn_in and _ahead(of, across, lane, t) >= length - 1
+def _fits(numbers, length, burn_in, across, anchor):
+    t, lane = split(anchor, numbers.lanes)
+    has_burn_in = burn_in == 0 or _back(numbers, across, lane, t) >= burn_in
+    return has_burn_in and _ahead(numbers, across, lane, t) >= length - 1
 
 
 @inlined
@@ -327,20 +327,17 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     the weight of the anchor.
     """
     windows = _windows_at(windows)
-    numbers, length, burn_in, count = (
-        numbers_at(episodes),
-        windows.length,
-        windows.burn_in,
-        windows.count,
-    )
-    window, anchor = burn_in + length, carray(pointer(anchors), count, np.int64)
+    numbers = numbers_at(episodes)
+    length = windows.length
+    burn_in = windows.burn_in
+    count = windows.count
+    window = burn_in + length
+    anchor = carray(pointer(anchors), count, np.int64)
     if not are_written(anchor, live):
         return False
     bounds = carray(pointer(windows.bounds), (count, 2), np.int64)
-    mask, burn_in_mask = (
-        load(targets + 8 * windows.mask, np.int64),
-        load(targets + 8 * windows.burn_in_mask, np.int64),
-    )
+    mask = load(targets + 8 * windows.mask, np.int64)
+    burn_in_mask = load(targets + 8 * windows.burn_in_mask, np.int64)
     index = load(targets + 8 * windows.anchor_index, np.int64)
     weight = load(targets + 8 * windows.priority_weight, np.int64)
     for i in range(min(_SOON, count)):
@@ -349,15 +346,11 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
         if i + _SOON < count:
             expect(numbers, anchor[i + _SOON])
         t, lane = split(anchor[i], numbers.lanes)
-        back, ahead = (
-            _back(numbers, windows.across, lane, t),
-            _ahead(numbers, windows.across, lane, t),
-        )
+        back = _back(numbers, windows.across, lane, t)
+        ahead = _ahead(numbers, windows.across, lane, t)
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
-        first, past = (
-            burn_in - min(back - shift, burn_in),
-            burn_in + min(ahead + shift, length - 1),
-        )
+        first = burn_in - min(back - shift, burn_in)
+        past = burn_in + min(ahead + shift, length - 1)
         bounds[i, 0], bounds[i, 1] = first, past
         for j in range(window):
             row = i * window + j
@@ -386,10 +379,8 @@ def mark_ends(episodes, windows, flat, targets):
     """Set the flags at the ends of each window, and "is_init" at first steps of
     episodes within it."""
     windows = _windows_at(windows)
-    window, flags = (
-        windows.burn_in + windows.length,
-        carray(pointer(windows.flags), (3, 2), np.int64),
-    )
+    window = windows.burn_in + windows.length
+    flags = carray(pointer(windows.flags), (3, 2), np.int64)
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     if windows.across and flags[0, 1]:
         _mark_first_steps(
