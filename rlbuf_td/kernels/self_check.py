@@ -46,7 +46,7 @@ def fault_on(device: torch.device) -> str:
     right."""
     generator = torch.Generator().manual_seed(0)
     for check in CHECKS:
-        name = check.__name__.strip("_").replace("_", " ")
+        name = words_of(check)
         try:
             is_right = check(device, generator)
         except Exception as error:  # noqa: BLE001  Triton raises errors of many classes
@@ -55,6 +55,11 @@ def fault_on(device: torch.device) -> str:
         if not is_right:
             return f"Triton's kernels do not {name} as torch does"
     return ""
+
+
+def words_of(check: Callable[..., bool]) -> str:
+    """Say what the kernels of a check do."""
+    return check.__name__.replace("_", " ")
 
 
 def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
@@ -138,6 +143,7 @@ def update_priorities(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
+    from rlbuf_td.kernels.draws.triton import stamps_of
     from rlbuf_td.kernels.sum_tree import triton
 
     tree = _empty_tree(device)
@@ -160,6 +166,7 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
         and torch.allclose(importance, expected, rtol=1e-6, atol=0.0)
         and stamp is not None
         and torch.equal(stamp, flat + _ROWS * (flat < 7))
+        and torch.equal(stamp, stamps_of(flat, serials))
     )
 
 

@@ -3,6 +3,7 @@ CPU tensors."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.cli import info
 from rlbuf_td.kernels import dispatch, self_check
 from rlbuf_td.kernels.draws import uniform_rows_
 from rlbuf_td.kernels.strata import law_of, masses
@@ -64,6 +66,56 @@ def buffer(rows: int, sampler: Any, **options: Any) -> ReplayBuffer:
 
 def test_the_self_check_passes():
     assert self_check.fault_on(CPU) == ""
+
+
+FAULTS: dict[str, tuple[str, str, int]] = {
+    "update priorities": ("sum_tree", "enter_", 0),
+    "draw by priority": ("draws", "stamps_of", 0),
+    "sum rewards": ("wrappers", "sum_steps", 1),
+    "list windows": ("wrappers", "expand", 2),
+    "relabel goals": ("wrappers", "relabel_", 0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_kernel_that_differs_is_named_once_and_torch_runs(name, monkeypatch):
+    """Of what a kernel returns, or of its first tensor, one element is changed."""
+    room, function, part = FAULTS[name]
+    module = importlib.import_module(f"rlbuf_td.kernels.{room}.triton")
+    right = getattr(module, function)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = right(*args, **kwargs)
+        changed = args[0] if result is None else result
+        changed = changed if torch.is_tensor(changed) else changed[part]
+        changed.view(-1)[-1] = changed.view(-1)[-1] == 0
+        return result
+
+    monkeypatch.setattr(module, function, wrong)
+    fault_on = self_check.fault_on
+    monkeypatch.setattr(self_check, "fault_on", lambda device: fault_on(CPU))
+    gpu = torch.device("cuda", 90 + [*FAULTS].index(name))
+    fault = f"Triton's kernels do not {name} as torch does: rlbuf_td runs"
+    with pytest.warns(RuntimeWarning, match=fault) as warned:
+        assert dispatch.why_not_triton(gpu)
+    assert len(warned) == 1
+    monkeypatch.setattr(dispatch, "_forced", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not dispatch.uses_triton(gpu)
+
+
+def test_info_says_which_kernels_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 80)
+    for fault, words in {
+        "": "in use: draw uniformly, read and write rows, update priorities, draw by "
+        "priority, sum rewards, list windows, relabel goals",
+        "they are wrong": "off (they are wrong): the reference in torch runs",
+    }.items():
+        monkeypatch.setattr(info, "why_not_triton", lambda device, fault=fault: fault)
+        assert dict(info.facts())["GPU kernels"] == words
 
 
 @pytest.mark.parametrize("is_error", [False, True])
