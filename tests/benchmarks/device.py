@@ -1,4 +1,5 @@
-"""Time operations on a CUDA device (``python -m tests.benchmarks.device``).
+"""Time operations on a CUDA device (``python -m tests.benchmarks.device``); for whole
+loops, see ``device_loops.py``.
 
 ``--count`` counts the operations that calls start on a device instead, without a GPU:
 the host needs about as long for each of them. Triton's interpreter runs the kernels,
