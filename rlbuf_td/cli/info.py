@@ -88,7 +88,11 @@ def _gpu_kernels() -> str:
     """Check the kernels, and say whether they work."""
     device = torch.device("cuda", torch.cuda.current_device())
     reason = why_not_triton(device)
-    return f"off ({reason}): the reference in torch runs" if reason else "in use"
+    if reason:
+        return f"off ({reason}): the reference in torch runs"
+    from rlbuf_td.kernels.self_check import CHECKS, words_of
+
+    return f"in use: {', '.join(map(words_of, CHECKS))}"
 
 
 def _cache_folder() -> str:

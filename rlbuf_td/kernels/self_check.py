@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import by_age, lanes_of_write, note_, spans
+from rlbuf_td.kernels.episodes import (
+    BACK,
+    MOST,
+    Spans,
+    by_age,
+    lanes_of_write,
+    note_,
+    spans,
+)
+from rlbuf_td.kernels.rows.words import ELSEWHERE, LAST_ROW, ROW
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.kernels.sum_tree import weight_of, write_magnitudes
@@ -22,10 +31,17 @@ from rlbuf_td.kernels.sum_tree.blocks import (
     block_count,
     set_blocks_,
 )
-from rlbuf_td.kernels.wrappers import n_step_sums
-from rlbuf_td.kernels.wrappers.rewards import Rewards
+from rlbuf_td.kernels.wrappers import choose_goals, expand, n_step_sums
+from rlbuf_td.kernels.wrappers.records import (
+    GoalDistribution,
+    Goals,
+    Rewards,
+    WindowShape,
+)
 
 _ROWS, _BATCH = WEIGHTS + 300, 40
+_SERIALS = Serials(tail=7, written=7 + 20, steps=20, lanes=3)
+_CELLS = _SERIALS.steps * _SERIALS.lanes
 _LAW = WeightLaw(alpha=0.6, eps=1e-8, least=0.0, first=1.0)
 
 
@@ -43,7 +59,7 @@ def fault_on(device: torch.device) -> str:
     right."""
     generator = torch.Generator().manual_seed(0)
     for check in CHECKS:
-        name = check.__name__.strip("_").replace("_", " ")
+        name = words_of(check)
         try:
             is_right = check(device, generator)
         except Exception as error:  # noqa: BLE001  Triton raises errors of many classes
@@ -52,6 +68,11 @@ def fault_on(device: torch.device) -> str:
         if not is_right:
             return f"Triton's kernels do not {name} as torch does"
     return ""
+
+
+def words_of(check: Callable[..., bool]) -> str:
+    """Say what the kernels of a check do."""
+    return check.__name__.replace("_", " ")
 
 
 def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
@@ -83,6 +104,17 @@ def read_and_write_rows(device: torch.device, generator: torch.Generator) -> boo
         read = block[start : start + leaf.numel()].view_as(leaf)
         start += room * leaf.shape[1]
         if not torch.equal(read, leaf):
+            return False
+    block = words.allocate(_BATCH)
+    sources, last = [ROW, LAST_ROW, ELSEWHERE, LAST_ROW], cells.flip(0)
+    block.fill_(0)
+    RowWords(extents, device, sources).join(rows, cells, last, block)
+    start = 0
+    for (begin, size), source in zip(extents.tolist(), sources, strict=True):
+        leaf = rows[last if source == LAST_ROW else cells, begin : begin + size]
+        joined = block[start : start + leaf.numel()].view_as(leaf)
+        start += room * size
+        if not torch.equal(joined, leaf * (source != ELSEWHERE)):
             return False
     wanted, target = rows.clone(), cells.flip(0)
     wanted[target, :31] = torch.cat(leaves, 1)
@@ -124,17 +156,20 @@ def update_priorities(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
+    from rlbuf_td.kernels.draws.triton import stamps_of
     from rlbuf_td.kernels.sum_tree import triton
 
     tree = _empty_tree(device)
     weight = torch.rand(_ROWS, generator=generator) - 0.3
     tree.weight.copy_(weight.clamp(min=0.0))
     triton.sum_blocks_(tree)
-    serials, law = (
+    serials, stratification = (
         Serials(7, 7 + _ROWS, _ROWS, 1),
         stratification_of(_BATCH, True, 0.4, "buffer"),
     )
-    flat, importance, stamp = triton.draw(tree, _BATCH, generator, law, _ROWS, serials)
+    flat, importance, stamp = triton.draw(
+        tree, _BATCH, generator, stratification, _ROWS, serials
+    )
     sums = tree.weight.cumsum(0, dtype=torch.float64)
     chosen = tree.weight[flat].to(torch.float64)
     least = tree.weight[tree.weight > 0].amin()
@@ -149,6 +184,7 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
         and torch.allclose(importance, expected, rtol=1e-6, atol=0.0)
         and stamp is not None
         and torch.equal(stamp, flat + _ROWS * (flat < 7))
+        and torch.equal(stamp, stamps_of(flat, serials))
     )
 
 
@@ -183,24 +219,75 @@ def note_episodes(device: torch.device, generator: torch.Generator) -> bool:
 def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
     from rlbuf_td.kernels.wrappers.triton import sum_steps
 
-    steps, lanes, n, gamma = 20, 3, 4, 0.9
-    cells = torch.arange(steps * lanes, device=device)
-    rows = torch.randn(steps * lanes, 4, generator=generator).to(device)
-    lengths = torch.randint(0, 4, (lanes, steps, 2), generator=generator)
-    numbers = lengths.to(device, torch.int32)
-    serials = Serials(7, 7 + steps, steps, lanes)
-    rewards = Rewards(rows, 8, torch.float32, torch.Size([2]))
-    sums = sum_steps(rewards, cells, numbers, serials, n, gamma)
-    ahead = spans(numbers, cells, serials.tail, serials.written).ahead
-    last = ahead.clamp(max=n - 1)
+    n, gamma = 4, 0.9
+    numbers, cells = _episodes(device, generator)
+    rows = torch.randn(_CELLS, 4, generator=generator).to(device)
+    total = torch.empty(_CELLS, 2, device=device)
+    rewards = Rewards(rows, 8, total)
+    sums = sum_steps(rewards, cells, numbers, _SERIALS, n, gamma)
+    last = _spans(numbers, cells).ahead.clamp(max=n - 1)
     step = torch.arange(n, device=device).minimum(last[:, None])
-    window = (cells[:, None] + step * lanes) % (steps * lanes)
+    window = (cells[:, None] + step * _SERIALS.lanes) % _CELLS
     wanted = n_step_sums(rows[window][..., 2:], last, gamma)
     return (
         torch.equal(sums.taken, last + 1)
         and torch.equal(sums.ends, window[:, -1])
-        and torch.allclose(sums.total, wanted, rtol=1e-6, atol=1e-6)
+        and torch.allclose(total, wanted, rtol=1e-6, atol=1e-6)
     )
+
+
+def list_windows(device: torch.device, generator: torch.Generator) -> bool:
+    from rlbuf_td.kernels.wrappers import triton
+
+    numbers, anchors = _episodes(device, generator)
+    for shifts, crosses in (False, False), (True, False), (True, True):
+        shape = WindowShape(length=5, burn_in=2, shifts=shifts, crosses=crosses)
+        of_lane = torch.zeros_like(numbers)
+        of_lane[..., BACK] = MOST
+        reach = _spans(of_lane if crosses else numbers, anchors)
+        size = _SERIALS.steps, _SERIALS.lanes
+        wanted = expand(anchors, (reach.back, reach.ahead), *size, shape)
+        if crosses:
+            begins = _spans(numbers, wanted.flat).back == 0
+            wanted = wanted._replace(first=wanted.first | (wanted.mask & begins))
+        listed = triton.expand(anchors, numbers, _SERIALS, shape, has_pairs=crosses)
+        if crosses:
+            pair = wanted.anchors // _SERIALS.lanes, wanted.anchors % _SERIALS.lanes
+            wanted = wanted._replace(anchors=torch.stack(pair, -1))
+        if not all(map(torch.equal, listed, wanted)):
+            return False
+    return True
+
+
+def relabel_goals(device: torch.device, generator: torch.Generator) -> bool:
+    from rlbuf_td.kernels.wrappers import triton
+
+    numbers, cells = _episodes(device, generator)
+    shape, byte = (_CELLS, 32), {"dtype": torch.uint8, "generator": generator}
+    rows = torch.randint(256, shape, **byte).to(device)
+    owner = torch.arange(_CELLS, device=device).flip(0)
+    thresholds = (0.3, 0.5, 0.7, 0.9)
+    for log_gamma, offset, size in (-0.1, 4, 12), (0.0, 5, 3):
+        distribution = GoalDistribution(
+            thresholds, only_finished=log_gamma < 0, log_gamma=log_gamma
+        )
+        state = generator.get_state()
+        uniform = _uniform_numbers(_CELLS, device, generator)
+        generator.set_state(state)
+        steps, mask = choose_goals(_spans(numbers, cells), uniform, distribution)
+        chosen = (cells + steps * _SERIALS.lanes) % _CELLS
+        is_random = (uniform >= 0.7) & (uniform < 0.9)
+        any_row = ((uniform - 0.7) / (0.9 - 0.7) * _CELLS).long()
+        chosen, mask = torch.where(is_random, any_row, chosen)[owner], mask[owner]
+        goals = [rows.new_zeros(_CELLS, size) for _ in range(2)]
+        where = Goals(rows, offset, goals, _CELLS)
+        how = numbers, _SERIALS, distribution, generator
+        relabeled = triton.relabel_(where, cells, owner, *how)
+        wanted = rows[chosen, offset : offset + size] * mask[:, None]
+        results = relabeled, *goals
+        if not all(map(torch.equal, results, (mask, wanted, wanted))):
+            return False
+    return True
 
 
 #: Each tells whether kernels on a device do what its name says.
@@ -211,7 +298,33 @@ CHECKS: tuple[Callable[[torch.device, torch.Generator], bool], ...] = (
     draw_by_priority,
     note_episodes,
     sum_rewards,
+    list_windows,
+    relabel_goals,
 )
+
+
+def _episodes(
+    device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return numbers of episodes of all rows of a ring, and all cells."""
+    lengths = (_SERIALS.lanes, _SERIALS.steps, 2)
+    numbers = torch.randint(0, 4, lengths, generator=generator)
+    return numbers.to(device, torch.int32), torch.arange(_CELLS, device=device)
+
+
+def _spans(numbers: Tensor, cells: Tensor) -> Spans:
+    return spans(numbers, cells, _SERIALS.tail, _SERIALS.written)
+
+
+def _uniform_numbers(
+    count: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Return the random numbers that a kernel draws from this state of a generator."""
+    from rlbuf_td.kernels.draws.triton import uniform_rows_
+
+    digits = torch.empty(count, dtype=torch.int64, device=device)
+    uniform_rows_(digits, 2**53, generator)
+    return digits.to(torch.float64) * 2.0**-53
 
 
 def _empty_tree(device: torch.device) -> _Tree:

@@ -14,12 +14,14 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers import (
     STRATEGIES,
-    GoalDistribution,
     choose_goals,
+    launch_relabel_,
     put_values_,
 )
+from rlbuf_td.kernels.wrappers.records import GoalDistribution, Goals
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
@@ -158,7 +160,9 @@ class HindsightSampler(SamplerWrapper):
         if "her_ratio" in self.__dict__:  # the last setting of the constructor
             thresholds = tuple(self.her_ratio * share for share in self._shares)
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
-            self.law = GoalDistribution(thresholds, self.only_finished, log_gamma)
+            self.distribution = GoalDistribution(
+                thresholds, self.only_finished, log_gamma
+            )
 
     def read(
         self,
@@ -169,12 +173,17 @@ class HindsightSampler(SamplerWrapper):
     ) -> TensorDictBase:
         """Read the rows ``flat``, and relabel some of them; see
         :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        law = self.law
+        serials = storage.ring.for_kernels()
+        if serials is not None and self._is_relabelled_by_kernel(storage):
+            return self._launch(storage, drawn, flat, owner, serials)
+        distribution = self.distribution
         uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
         batch, goal_keys = storage.gather(flat), self._goal_keys(storage)
-        steps, mask = choose_goals(self.episodes_of(storage).spans(drawn), uniform, law)
+        steps, mask = choose_goals(
+            self.episodes_of(storage).spans(drawn), uniform, distribution
+        )
         rows = storage.ring.cells_after(drawn, steps)
-        begin, end = law.thresholds[-2:]
+        begin, end = distribution.thresholds[-2:]
         if begin < end:
             is_random, live = (uniform >= begin) & (uniform < end), row_count(storage)
             number = (
@@ -190,6 +199,39 @@ class HindsightSampler(SamplerWrapper):
         for key in goal_keys:
             goal = leaf_of(batch, key)
             goal.copy_(torch.where(where, achieved, goal))
+        self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
+        set_entries_(batch, {"relabeled": mask})
+        return batch
+
+    def launches(self, storage: PackedStorage) -> bool:
+        """Whether kernels draw rows and copy goals on a GPU."""
+        draws = getattr(self.sampler, "launches", None)
+        is_drawn = draws is not None and draws(storage)
+        return is_drawn and self._is_relabelled_by_kernel(storage)
+
+    def _is_relabelled_by_kernel(self, storage: PackedStorage) -> bool:
+        """Whether a kernel on a GPU chooses and copies goals: live rows lie in the
+        cells from 0 on, or in all cells."""
+        return storage.all_rows().is_launched and storage.ring.numbered()[1]
+
+    def _launch(
+        self,
+        storage: PackedStorage,
+        drawn: Tensor,
+        flat: Tensor,
+        owner: Tensor | None,
+        serials: Serials,
+    ) -> TensorDictBase:
+        """Return the rows ``flat``, some of which a kernel on a GPU relabels."""
+        rows, goal_keys = storage.all_rows(), self._goal_keys(storage)
+        numbers = self.episodes_of(storage).numbers
+        batch = storage.gather(flat)
+        outcome_key = ("next", *self.achieved_goal_key)
+        offset = rows.layout.offsets[outcome_key]
+        leaves = [leaf_of(batch, key) for key in goal_keys]
+        goals = Goals(rows.flat, offset, leaves, row_count(storage))
+        how = {"distribution": self.distribution, "generator": self._rng}
+        mask = launch_relabel_(goals, drawn, owner, numbers, serials, **how)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
         set_entries_(batch, {"relabeled": mask})
         return batch
@@ -307,7 +349,7 @@ class _RelabelledReading(Reading):
         self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.relabel = machine_code(
-            kernels.relabel, distribution=wrapper.law, goals=self.goals
+            kernels.relabel, distribution=wrapper.distribution, goals=self.goals
         )
 
     def __call__(
@@ -327,7 +369,7 @@ class _RelabelledReading(Reading):
             drawn.data_ptr(),
             uniform.data_ptr(),
             count,
-            wrapper.law,
+            wrapper.distribution,
             *self.storage.ring.numbered(),
             self.goals,
         )

@@ -16,7 +16,7 @@ from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
 from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers import launch_sums, n_step_sums
-from rlbuf_td.kernels.wrappers.rewards import Rewards
+from rlbuf_td.kernels.wrappers.records import Rewards, Sums
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
 from rlbuf_td.samplers.wrapper import (
@@ -219,14 +219,17 @@ class NStepSampler(SamplerWrapper):
     ) -> TensorDictBase:
         """Return n-step transitions, which kernels on a GPU make."""
         rows, leaf = storage.all_rows(), self._reward_of(storage)
-        offset = rows.layout.offsets[leaf.key]
-        rewards = Rewards(rows.flat, offset, leaf.dtype, leaf.shape)
+        offset, cells = rows.layout.offsets[leaf.key], flat.contiguous()
+
         how = {"n": self.n_steps, "gamma": self.gamma}
-        sums = launch_sums(rewards, flat.contiguous(), numbers, serials, **how)
-        batch = rows.joined_at(flat, sums.ends)
-        leaf_of(batch, self.reward_key).copy_(sums.total)
+
+        def sum_rewards(total: Tensor) -> Sums:
+            rewards = Rewards(rows.flat, offset, total)
+            return launch_sums(rewards, cells, numbers, serials, **how)
+
+        batch, taken = rows.summed_at(cells, leaf.key, sum_rewards)
         agents = _agents_of(self.reward_key, leaf)
-        taken, shape = sums.taken, [1] * len(leaf.shape)
+        shape = [1] * len(leaf.shape)
         if agents:
             shape[0] = agents
             taken = taken.view(-1, *[1] * len(shape)).expand(-1, *shape).contiguous()

@@ -19,7 +19,8 @@ from rlbuf_td.kernels.dispatch import (
     loop,
     record_of,
 )
-from rlbuf_td.kernels.wrappers import Windows
+from rlbuf_td.kernels.wrappers import Windows, expand, launch_expand
+from rlbuf_td.kernels.wrappers.records import Expanded, WindowShape
 from rlbuf_td.samplers.common import EMPTY, permutation, setting
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import (
@@ -357,24 +358,19 @@ class SequenceSampler(SamplerWrapper):
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
-        anchors, window = flat, self.window
-        flat, real = self._windows(storage, anchors, *self._reach(storage, anchors))
-        number = torch.arange(len(anchors), device=flat.device)
-        batch = self.read(storage, anchors, flat, number.repeat_interleave(window))
-        begins = None
-        if self.across_episodes:
-            begins = self.episodes_of(storage).spans(flat).back.view_as(real) == 0
-        added = self._mark_(batch, real, begins)
+        anchors, window = flat.contiguous(), self.window
+        rows = self._expanded(storage, anchors)
+        owner = None
+        if self.takes_goals:
+            number = torch.arange(len(anchors), device=anchors.device)
+            owner = number.repeat_interleave(window)
+        batch = self.read(storage, anchors, rows.flat, owner)
+        added = self._mark_(batch, rows.first, rows.last)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
-        index = coordinates(anchors, storage)
-        index = torch.stack(index, -1) if isinstance(index, tuple) else index
-        before = torch.arange(window, device=flat.device) < self.burn_in
-        info |= added | {
-            "mask": real.flatten(),
-            "burn_in_mask": before.repeat(len(anchors)),
-        }
-        info["anchor_index"] = index.repeat_interleave(window, 0)
-        return flat, info, batch
+        info |= added
+        info |= {"mask": rows.mask, "burn_in_mask": rows.burn_in_mask}
+        info["anchor_index"] = rows.anchors
+        return rows.flat, info, batch
 
     def rows_per_window(self, info: Info) -> int:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
@@ -487,42 +483,46 @@ class SequenceSampler(SamplerWrapper):
         if isinstance(self.innermost, Prioritized):
             self.innermost.weigh_batch_(anchors, info["priority_weight"])
 
-    def _windows(
-        self, storage: PackedStorage, anchors: Tensor, back: Tensor, ahead: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the flat rows of the windows, ``[B * L]``, and a mask that is False
-        for padding, ``[B, L]``."""
-        ring = storage.ring
-        if self.boundary == "shift":
-            shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
-            anchors = ring.cells_after(anchors, -shift)
-            back = back - shift
-            ahead = ahead + shift
-        wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
-        offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
-        real = offset == wanted
-        return ring.cells_after(anchors[:, None], offset).flatten(), real
+    def launches(self, storage: PackedStorage) -> bool:
+        """Whether kernels draw rows and list those of windows on a GPU."""
+        draws = getattr(self.sampler, "launches", None)
+        is_drawn = draws is not None and draws(storage)
+        # others are drawn again, or listed, with torch
+        is_plain = self.stride is None and self.boundary != "strict"
+        return is_drawn and is_plain and storage.all_rows().is_launched
+
+    def _expanded(self, storage: PackedStorage, anchors: Tensor) -> Expanded:
+        """Return the rows of the windows."""
+        ring, ndim, episodes = storage.ring, storage.ndim, self.episodes_of(storage)
+        shifts, crosses = self.boundary == "shift", self.across_episodes
+        shape = WindowShape(self.length, self.burn_in, shifts, crosses)
+        serials, is_paired = ring.for_kernels(), ndim == 2
+        if serials is not None and ndim <= 2 and storage.all_rows().is_launched:
+            numbers = episodes.numbers
+            return launch_expand(anchors, numbers, serials, shape, has_pairs=is_paired)
+        reach, size = self._reach(storage, anchors), (ring.steps, ring.lanes)
+        rows = expand(anchors, reach, *size, shape)
+        if crosses:
+            begins = episodes.spans(rows.flat).back == 0
+            rows = rows._replace(first=rows.first | (rows.mask & begins))
+        index = coordinates(rows.anchors, storage)
+        index = torch.stack(index, -1) if isinstance(index, tuple) else index
+        return rows._replace(anchors=index)
 
     def _mark_(
-        self, batch: TensorDictBase, real: Tensor, begins: Tensor | None
+        self, batch: TensorDictBase, first: Tensor, last: Tensor
     ) -> dict[Any, Tensor]:
-        """Set the flags at the ends of each window of a batch; ``real``, ``[B, L]``
-        bool, is False for padding.
+        """Set the flags at the ends of each window of a batch; ``first`` and ``last``,
+        ``[B * L]`` bool, are True there.
 
-        With ``begins``, ``[B, L]`` bool, also set "is_init" there; return it if the
-        rows have no such flag.
+        Across episodes, return "is_init" if the rows have no such flag.
         """
-        first, last = real.clone(), real.clone()
-        first[:, 1:] &= ~real[:, :-1]
-        last[:, :-1] &= ~real[:, 1:]
-        first[:, 0].fill_(True)
-        first |= real & begins if begins is not None else False
         for key, flag in zip(self.flag_keys, (first, last, last), strict=True):
             stored = None if key is None else leaf_of(batch, key)
             if stored is not None:
                 stored |= flag.view(-1, *[1] * (stored.ndim - 1))
         init_key = cast("tuple[str, ...]", self.flag_keys[0])
-        if begins is None or leaf_of(batch, init_key) is not None:
+        if not self.across_episodes or leaf_of(batch, init_key) is not None:
             return {}
         return {init_key if len(init_key) > 1 else init_key[0]: first.reshape(-1, 1)}
 

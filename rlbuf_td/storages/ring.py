@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.dispatch import uses_triton
+from rlbuf_td.kernels.draws import launch_stamps
 from rlbuf_td.kernels.host_memory import address_of, to_device
 from rlbuf_td.kernels.serials import (
     AFTER,
@@ -358,6 +360,9 @@ class Ring:
         ``before``: an earlier :attr:`written`, for the rows that the cells had then.
         """
         is_now = before is None or np.array_equal(before, self.written)  # usual
+        serials = self.for_kernels() if is_now and uses_triton(cell.device) else None
+        if serials is not None:
+            return launch_stamps(cell, serials)
         newest = (
             self.ends_at(cell)[1]
             if is_now

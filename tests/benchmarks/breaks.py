@@ -85,7 +85,7 @@ BREAKS = [
     Break(
         "a kernel sums the rewards of other lanes",
         "kernels/wrappers/triton.py",
-        "row = (cell + step * lanes) % (steps * lanes)",
+        "row = _cell_after(slot, lane, step, steps, lanes)",
         "row = (cell + step) % (steps * lanes)",
         "tests/kernels/test_triton.py -k n_step",
     ),
@@ -95,6 +95,20 @@ BREAKS = [
         "left = closing + ago + place + 1",
         "left = closing + ago + place",
         "tests/kernels/test_triton.py -k noted",
+    ),
+    Break(
+        "windows of a kernel begin before their episode",
+        "kernels/wrappers/triton.py",
+        "before = tl.minimum(back, before)\n        after",
+        "before = before\n        after",
+        "tests/kernels/test_triton.py -k windows",
+    ),
+    Break(
+        "a kernel takes the goal of the last row",
+        "kernels/wrappers/triton.py",
+        "chosen = _cell_after(slot, lane, there, steps, lanes)",
+        "chosen = _cell_after(slot, lane, ahead, steps, lanes)",
+        "tests/kernels/test_triton.py -k goals",
     ),
     Break(
         "a kernel updates the priorities of rows that are gone",

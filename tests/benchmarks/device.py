@@ -1,4 +1,5 @@
-"""Time operations on a CUDA device (``python -m tests.benchmarks.device``).
+"""Time operations on a CUDA device (``python -m tests.benchmarks.device``); for whole
+loops, see ``device_loops.py``.
 
 ``--count`` counts the operations that calls start on a device instead, without a GPU:
 the host needs about as long for each of them. Triton's interpreter runs the kernels,
@@ -28,6 +29,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import (
+    HindsightSampler,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
@@ -215,7 +217,7 @@ def kernels_counted(counted: Count) -> Iterator[None]:
 
     # a GPU's generator starts no operation either
     start = partial(lambda *_: (1, 0))
-    modules = "draws", "sum_tree"
+    modules = "draws", "sum_tree", "wrappers"
     starts = [f"rlbuf_td.kernels.{name}.triton.philox_start" for name in modules]
     with (
         mock.patch.object(GridExecutor, "__call__", counted_run),
@@ -224,6 +226,7 @@ def kernels_counted(counted: Count) -> Iterator[None]:
         mock.patch("rlbuf_td.storages.write_plan.to_device", counted_copy),
         mock.patch(starts[0], start),
         mock.patch(starts[1], start),
+        mock.patch(starts[2], start),
     ):
         yield
 
@@ -252,6 +255,16 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "proportional": ProportionalSampler,
     "by rank": RankSampler,
     "3-step": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
+    "3-step, proportional": lambda rows: NStepSampler(
+        ProportionalSampler(rows), 3, 0.9
+    ),
+    "windows": lambda rows: SequenceSampler(UniformSampler(), 4, burn_in=4),
+    "hindsight": lambda rows: HindsightSampler(
+        UniformSampler(),
+        lambda batch: batch["next", "reward"],  # starts nothing
+        goal_key="observation",
+        achieved_goal_key="observation",
+    ),
 }
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.benchmarks import (
     bench,
     breaks,
     device,
+    device_loops,
     loop_sides,
     loops,
     memory,
@@ -158,9 +160,22 @@ def test_what_is_timed_on_a_device_runs(case, monkeypatch):
     assert len(dict(found)) == len(found) > 0
 
 
+def test_whole_loops_on_a_device_run(capsys):
+    device_loops.main(["--device", "cpu", "--smoke"])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"torch {version('torch')}" in lines[0]
+    rows = [line.strip("| ").split(" | ") for line in lines if "-like" in line]
+    timed = [(loop, side) for loop, _, side, time, *_ in rows if time[0].isdigit()]
+    # others may not be installed, or have no such loop
+    sides = device_loops.NOTHING, "rlbuf_td", "a tensor per key"
+    for case in device_loops.CASES:
+        assert {(case.words, side) for side in sides} <= {*timed}
+    assert (device_loops.FAST_TD3.words, "TorchRL") in timed
+
+
 def test_uniform_calls_on_a_device_take_few_operations():
     found = {what: value for what, value, _ in device.counts(600)}
-    assert len(found) == 10
+    assert len(found) == 16
     (extend,) = (found[what] for what in found if what.startswith("uniform, extend"))
     assert 0 < found["uniform, sample"] < 10 > extend > 0
 

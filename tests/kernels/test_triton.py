@@ -3,6 +3,7 @@ CPU tensors."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import (
+    HindsightSampler,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
@@ -24,6 +26,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.cli import info
 from rlbuf_td.kernels import dispatch, self_check
 from rlbuf_td.kernels.draws import uniform_rows_
 from rlbuf_td.kernels.strata import masses, stratification_of
@@ -33,7 +36,14 @@ from rlbuf_td.storages.writes import Write
 from tests import test_composition as composition
 from tests.backends import forced
 from tests.benchmarks import device as benchmark
-from tests.catalogue import SCHEMAS, Schema, assert_same, numbered_rows, transitions
+from tests.catalogue import (
+    SCHEMAS,
+    Schema,
+    assert_same,
+    numbered_rows,
+    reward_fn,
+    transitions,
+)
 from tests.statistics import assert_follows
 
 pytest.importorskip("triton")
@@ -56,6 +66,56 @@ def buffer(rows: int, sampler: Any, **options: Any) -> ReplayBuffer:
 
 def test_the_self_check_passes():
     assert self_check.fault_on(CPU) == ""
+
+
+FAULTS: dict[str, tuple[str, str, int]] = {
+    "update priorities": ("sum_tree", "enter_", 0),
+    "draw by priority": ("draws", "stamps_of", 0),
+    "sum rewards": ("wrappers", "sum_steps", 1),
+    "list windows": ("wrappers", "expand", 2),
+    "relabel goals": ("wrappers", "relabel_", 0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_kernel_that_differs_is_named_once_and_torch_runs(name, monkeypatch):
+    """Of what a kernel returns, or of its first tensor, one element is changed."""
+    room, function, part = FAULTS[name]
+    module = importlib.import_module(f"rlbuf_td.kernels.{room}.triton")
+    right = getattr(module, function)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = right(*args, **kwargs)
+        changed = args[0] if result is None else result
+        changed = changed if torch.is_tensor(changed) else changed[part]
+        changed.view(-1)[-1] = changed.view(-1)[-1] == 0
+        return result
+
+    monkeypatch.setattr(module, function, wrong)
+    fault_on = self_check.fault_on
+    monkeypatch.setattr(self_check, "fault_on", lambda device: fault_on(CPU))
+    gpu = torch.device("cuda", 90 + [*FAULTS].index(name))
+    fault = f"Triton's kernels do not {name} as torch does: rlbuf_td runs"
+    with pytest.warns(RuntimeWarning, match=fault) as warned:
+        assert dispatch.why_not_triton(gpu)
+    assert len(warned) == 1
+    monkeypatch.setattr(dispatch, "_forced", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not dispatch.uses_triton(gpu)
+
+
+def test_info_says_which_kernels_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 80)
+    for fault, words in {
+        "": "in use: draw uniformly, read and write rows, update priorities, draw by "
+        "priority, note episodes, sum rewards, list windows, relabel goals",
+        "they are wrong": "off (they are wrong): the reference in torch runs",
+    }.items():
+        monkeypatch.setattr(info, "why_not_triton", lambda device, fault=fault: fault)
+        assert dict(info.facts())["GPU kernels"] == words
 
 
 @pytest.mark.parametrize("is_error", [False, True])
@@ -388,6 +448,161 @@ def test_episodes_are_noted_as_torch_notes_them(capacity, dtype):
         assert torch.equal(here, third)
 
 
+def test_n_step_rewards_of_agents_and_wide_n_are_those_of_torch():
+    """Rewards ``[agents, 2]``, more steps than a lane has rows, and an open episode."""
+    data = numbered_rows(9)
+    data["next", "agents", "reward"] = torch.randn(9, 3, 2)
+
+    def joined() -> TensorDict:
+        key = ("next", "agents", "reward")
+        sampler = NStepSampler(UniformSampler(), 2**40, 0.9, reward_key=key)
+        rb = buffer(20, sampler)
+        rb.extend(data)
+        return sampler.read(rb.storage, torch.arange(9), torch.arange(9))
+
+    batch = joined()
+    with forced("torch"):
+        # of which torch makes all steps
+        wanted = NStepSampler(
+            UniformSampler(), 9, 0.9, reward_key=("next", "agents", "reward")
+        )
+        rb = buffer(20, wanted)
+        rb.extend(data)
+        assert_same(batch, wanted.read(rb.storage, torch.arange(9), torch.arange(9)))
+
+
+def rows_of_lanes(rows: int, lanes: int, sampler: Any) -> ReplayBuffer:
+    """Return a buffer of 50 steps to whose lanes ``rows`` rows are written twice."""
+    options = {} if lanes == 1 else {"ndim": 2, "lanes": lanes}
+    rb = buffer(50 * lanes, sampler, **options)
+    for start in (0, rows):
+        data = numbered_rows(rows * lanes, start * lanes)
+        data["is_init"] = data["x"] % 7 == 0
+        rb.extend(data if lanes == 1 else data.view(lanes, rows))
+    return rb
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "one row": {"length": 1},
+    "pad": {"length": 5, "burn_in": 2},
+    "shift": {"length": 9, "burn_in": 1, "boundary": "shift"},
+    "strict": {"length": 3, "boundary": "strict"},
+    "across episodes": {"length": 9, "burn_in": 3, "across_episodes": True},
+    "longer than a lane": {
+        "length": 60,
+        "across_episodes": True,
+        "boundary": "shift",
+    },
+}
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(1, 1), (35, 3)])
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows_are_those_of_torch(kind, rows, lanes):
+    """Two rows, and rings that wrap; the newest episode goes on."""
+    every = 1 + WINDOWS[kind]["length"] // 4
+    anchors = torch.arange(0, min(2 * rows, 50) * lanes, every)
+
+    def windows() -> TensorDict:
+        sampler = SequenceSampler(UniformSampler(), **WINDOWS[kind])
+        rb = rows_of_lanes(rows, lanes, sampler)
+        flat, info, batch = sampler.batch_of(rb.storage, anchors, {})
+        return batch.update({"flat": flat, **info})
+
+    batch = windows()
+    with forced("torch"):
+        assert_same(batch, windows())
+
+
+def test_windows_over_n_steps_and_goals_have_the_goals_of_their_anchors():
+    inner = HindsightSampler(
+        UniformSampler(), reward_fn, her_ratio=1.0, strategy="final"
+    )
+    rb = rows_of_lanes(35, 1, SequenceSampler(NStepSampler(inner, 2, 0.9), 4))
+    batch = rb.sample().view(2, 4)
+    anchor = rb.storage[batch["anchor_index"]]["x"]
+    assert bool(batch["relabeled"].all())
+    last = anchor - anchor % 7 + 6
+    assert torch.equal(batch["desired_goal"][..., 0], last.float())
+
+
+GOALS: dict[str, dict[str, Any]] = {
+    "future": {},
+    "never": {"her_ratio": 0.0},
+    "always": {"her_ratio": 1.0, "strategy": "final", "only_finished": True},
+    "near": {"future_gamma": 0.7, "her_ratio": 1.0},
+    "the next row": {"future_gamma": 0.0, "her_ratio": 1.0},
+    "random": {"strategy": "random"},
+    "all": {
+        "strategy": {"future": 0.3, "final": 0.2, "episode": 0.3, "random": 0.2},
+        "future_gamma": 0.99,
+        "only_finished": True,
+    },
+}
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(1, 1), (35, 3)])
+@pytest.mark.parametrize("kind", GOALS)
+def test_goals_are_those_of_torch(kind, rows, lanes, monkeypatch):
+    """Two rows, and rings that wrap; the newest episode goes on."""
+    drawn = torch.arange(min(2 * rows, 50) * lanes)
+
+    def relabelled() -> TensorDict:
+        sampler = HindsightSampler(UniformSampler(), reward_fn, **GOALS[kind])
+        rb = rows_of_lanes(rows, lanes, sampler)
+        rb.set_rng(torch.Generator().manual_seed(3))
+        return sampler.read(rb.storage, drawn, drawn)
+
+    batch = relabelled()
+    numbers = uniforms(torch.Generator().manual_seed(3), len(drawn))
+    monkeypatch.setattr(
+        "rlbuf_td.samplers.hindsight.uniform_numbers", lambda *_: numbers
+    )
+    with forced("torch"):
+        assert_same(batch, relabelled())
+    if kind == "never":
+        assert not batch["relabeled"].any()
+    if kind == "near":
+        assert bool(batch["relabeled"].all())
+
+
+def test_wide_goals_bytes_and_two_goals_are_copied():
+    """Goals of more words than are copied at once, and of single bytes."""
+    for goal in (
+        torch.randn(12, 5, 9),
+        torch.randint(256, (12, 133), dtype=torch.uint8),
+    ):
+        rows = numbered_rows(12)
+        rows["desired_goal"] = torch.zeros_like(goal)
+        rows["next", "desired_goal"] = torch.zeros_like(goal)
+        rows["next", "achieved_goal"] = goal
+        sampler = HindsightSampler(
+            UniformSampler(),
+            lambda batch: torch.zeros(len(batch)),
+            her_ratio=1.0,
+            strategy="final",
+        )
+        rb = buffer(12, sampler)
+        rb.extend(rows)
+        batch = rb.sample()
+        wanted = goal[torch.where(batch["x"] < 7, 6, 11)]
+        assert torch.equal(batch["desired_goal"], wanted)
+        assert torch.equal(batch["next", "desired_goal"], wanted)
+
+
+def test_goals_after_rows_are_lost_and_of_unlike_lanes_are_those_of_live_rows():
+    """Where cells are holes, torch chooses."""
+    sampler = HindsightSampler(
+        UniformSampler(), reward_fn, her_ratio=1.0, strategy="random"
+    )
+    rb = buffer(12, sampler, ndim=2, lanes=3)
+    rb.storage.advance(Write(numbered_rows(5), lanes=torch.tensor([0, 2, 2, 0, 2])))
+    for _ in range(3):
+        batch = rb.sample()
+        assert bool(batch["relabeled"].all())
+        assert batch["desired_goal"].max() < 5
+
+
 def test_a_buffer_says_which_calls_have_kernels():
     wanted = {
         "add, extend, sample": NStepSampler(UniformSampler(), 2, 0.9),
@@ -395,11 +610,14 @@ def test_a_buffer_says_which_calls_have_kernels():
         "add, extend; not sample: a RankSampler works with torch on cpu; not update_tensordict_priority: "
         "a RankSampler updates priorities with torch on cpu": RankSampler(9),
         "add, extend; not sample: a SequenceSampler works with torch on cpu": SequenceSampler(
-            UniformSampler(), 2
+            UniformSampler(), 2, boundary="strict"
         ),
     }
+    goals = HindsightSampler(ProportionalSampler(9), reward_fn)
+    words = "add, extend, sample, update_tensordict_priority"
+    wrapped = [(words, goals), (words, SequenceSampler(ProportionalSampler(9), 2))]
 
-    for words, sampler in wanted.items():
+    for words, sampler in [*wanted.items(), *wrapped]:
         rb = buffer(9, sampler)
         rb.extend(numbered_rows(9))
         rb.sample()
@@ -419,7 +637,15 @@ def test_calls_start_few_operations():
         "proportional, sample": 2,
         "proportional, update priorities": 3,
         "3-step, extend by 8": 3,
-        "3-step, sample": 5,
+        "3-step, sample": 3,
+        "3-step, proportional, extend by 8": 4,
+        "3-step, proportional, sample": 4,
+        "windows, extend by 8": 3,
+        # two of them set flags at the ends of windows
+        "windows, sample": 5,
+        "hindsight, extend by 8": 3,
+        # two of them write the new rewards
+        "hindsight, sample": 5,
     }
 
 
@@ -427,6 +653,30 @@ def test_uniform_draws_follow_the_law():
     counts = uniform_rows(20_000, 11).bincount(minlength=11)
     assert_follows(counts, [1 / 11] * 11)
     assert uniform_rows(3, 2**40).max() > 2**32
+
+
+def test_goals_follow_the_law():
+    """Of row 3 of an episode of 10 rows, among 20."""
+    law = {"future": 0.4, "final": 0.1, "episode": 0.2, "random": 0.3}
+    sampler = HindsightSampler(
+        UniformSampler(), reward_fn, her_ratio=0.8, strategy=law, future_gamma=0.5
+    )
+    rb = buffer(20, sampler)
+    rows = numbered_rows(20)
+    rows["next", "done"] = rows["next", "terminated"] = rows["x"][:, None] % 10 == 9
+    rb.extend(rows)
+    drawn = torch.full((1500,), 3)
+    batch = sampler.read(rb.storage, drawn, drawn)
+    goal = torch.where(batch["relabeled"], batch["desired_goal"][:, 0].long(), 20)
+    probability = torch.zeros(21, dtype=torch.float64)
+    near = 0.5 ** torch.arange(7, dtype=torch.float64)
+    probability[3:10] += 0.4 * near / near.sum()
+    probability[9] += 0.1
+    probability[:10] += 0.2 / 10
+    probability[:20] += 0.3 / 20
+    probability *= 0.8
+    probability[20] = 0.2
+    assert_follows(goal.bincount(minlength=21), probability)
 
 
 @pytest.mark.slow
@@ -440,6 +690,7 @@ def test_proportional_draws_follow_the_law():
 
 COMPILE = """
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -454,13 +705,17 @@ POINTERS = {
     "leaves": "*i64", "blocks": "*fp64", "flat": "*i64", "importance": "*fp32",
     "stamp": "*i64", "magnitude": "*fp32", "index": "*i64", "td_error": "*fp32",
     "largest": "*fp32", "refused": "*i64", "stale": "*i64", "numbers": "*i32",
-    "ends": "*i64", "taken": "*i64", "totals": "*fp32", "flags": "*i64",
-    "following": "*i64", "following_after": "*i64", "serials": "*i64",
+    "ends": "*i64", "taken": "*i64", "totals": "*fp32", "last": "*i64",
+    "anchors": "*i64", "mask": "*i1", "burn_in_mask": "*i1", "first_rows": "*i1",
+    "last_rows": "*i1", "drawn": "*i64", "owner": "*i64", "relabeled": "*i1",
+    "flags": "*i64", "following": "*i64", "following_after": "*i64", "serials": "*i64",
 }
 SIZES = {"DRAWS": 256, "ROWS": 32, "WORDS": 128, "OTHERS": 256, "BLOCK": 1024, "NORM": 0}
-SIZES |= {"SIZE": 4, "KIND": triton.language.int32}
+SIZES |= {"SIZE": 4, "BYTES": 4, "WORD": tl.int32, "KIND": tl.int32}
 of_tree = tree._draw, tree._set, tree._enter, tree._sum
-for kernel in draws._draw, episodes._note, rows._move, wrappers._sum, *of_tree:
+of_wrappers = wrappers._sum, wrappers._expand, wrappers._relabel
+of_rows = draws._draw, draws._stamp, rows._move, episodes._note
+for kernel in *of_rows, *of_wrappers, *of_tree:
     for flag in True, False:
         kinds, constants = {}, {}
         for parameter in kernel.params:
@@ -490,6 +745,10 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
         ("rank", "n-step over hindsight", 2, "full"),
         ("proportional", "n-step", 2, "wrapped"),
         ("floored", "plain", 1, "full"),
+        ("proportional", "sequence", 2, "wrapped"),
+        ("uniform", "hindsight", 2, "wrapped"),
+        ("proportional", "sequence over hindsight", 1, "filling"),
+        ("uniform", "all", 2, "unlike lanes"),
     ],
 )
 def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill):

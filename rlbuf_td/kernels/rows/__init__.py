@@ -47,13 +47,18 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     return cells
 
 
-def row_words(extents: np.ndarray, rows: Tensor) -> RowWords | None:
-    """Return what copies rows on a GPU; None elsewhere."""
+def row_words(
+    extents: np.ndarray, rows: Tensor, sources: list[int] | None = None
+) -> RowWords | None:
+    """Return what copies rows on a GPU; None elsewhere.
+
+    ``sources``: where each leaf comes from, see :mod:`rlbuf_td.kernels.rows.words`.
+    """
     if backend_of(rows) != "triton":
         return None
     from rlbuf_td.kernels.rows.triton import RowWords
 
-    return RowWords(extents, rows.device)
+    return RowWords(extents, rows.device, sources)
 
 
 def ask_for_entries(names: Tensor, entries: Tensor, cells: Tensor) -> None:

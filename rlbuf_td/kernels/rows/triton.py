@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rlbuf_td.kernels.launches import blocks_of, launch
-from rlbuf_td.kernels.rows.words import WIDE, words_of
+from rlbuf_td.kernels.rows.words import LAST_ROW, ROW, WIDE, words_of
 
 _ROWS, _WORDS = 8, 128  # per program
 _ROOM = 16  # the room of a leaf in a batch is a multiple of so many rows
+_LAST_ROW = tl.constexpr(LAST_ROW)
 _CHANGING = ["live", "row_bytes", "count", "padded", "wide", "words"]
 
 
@@ -33,6 +34,7 @@ def _copy(in_row, in_leaf, is_wanted, IS_READ: tl.constexpr, KIND: tl.constexpr)
 def _move(
     rows,
     cells,
+    last,
     table,
     leaves,
     live: tl.int64,
@@ -42,6 +44,7 @@ def _move(
     wide: tl.int32,
     words: tl.int32,
     IS_READ: tl.constexpr,
+    IS_JOINED: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -64,7 +67,13 @@ def _move(
     else:
         leaf = tl.load(table + 3 * words + word, mask=is_word, other=0)
         start = tl.load(leaves + leaf, mask=is_word, other=0)
-    in_row = rows.to(tl.int64) + cell[:, None] * row_bytes + offset[None, :]
+    cell = cell[:, None]
+    if IS_JOINED:
+        source = tl.load(table + 5 * words + word, mask=is_word, other=0)
+        end = tl.load(last + i, mask=is_row, other=0)
+        tl.device_assert((end >= 0) & (end < live), "a row is out of range")
+        cell = tl.where(source[None, :] == _LAST_ROW, end[:, None], cell)
+    in_row = rows.to(tl.int64) + cell * row_bytes + offset[None, :]
     in_leaf = (start + inside)[None, :] + i[:, None] * size[None, :]
     is_wanted = is_row[:, None] & is_word[None, :]
     if is_wide:
@@ -79,43 +88,69 @@ class RowWords:
     Args:
         extents: offset and size of each leaf in a row, in bytes, ``[leaves, 2]``.
         device: the device of the rows.
+        sources: where each leaf comes from, see :func:`words_of`; None: its row.
     """
 
-    def __init__(self, extents: np.ndarray, device: torch.device) -> None:
-        table, self.wide = words_of(extents)
+    def __init__(
+        self,
+        extents: np.ndarray,
+        device: torch.device,
+        sources: list[int] | None = None,
+    ) -> None:
+        table, self.wide = words_of(extents, sources or [ROW] * len(extents))
         self.table = torch.from_numpy(table).to(device)
         self.nbytes = int(extents[:, 1].sum())
         #: Whether each leaf must begin at a multiple of :data:`WIDE` bytes.
         self.is_wide = [not any(x % WIDE for x in leaf) for leaf in extents.tolist()]
 
-    def read(self, rows: Tensor, cells: Tensor) -> Tensor:
-        """Copy rows to new memory, leaf after leaf, and return it, ``[bytes]`` uint8.
+    def allocate(self, count: int) -> Tensor:
+        """Return memory for a batch of ``count`` rows, leaf after leaf, ``[bytes]``
+        uint8.
 
-        ``rows`` is ``[N, width]``, ``cells`` ``[B]`` int64. Each leaf has room for
-        ``B`` rows, rounded up to a multiple of 16, so that all leaves are aligned.
+        Each leaf has room for ``count`` rows, rounded up to a multiple of 16, so that
+        all leaves are aligned.
         """
-        padded = blocks_of(len(cells), _ROOM) * _ROOM
-        size = self.nbytes * padded
-        block = torch.empty(size, dtype=torch.uint8, device=rows.device)
-        self._launch(rows, cells, block, padded, is_read=True)
+        size = self.nbytes * blocks_of(count, _ROOM) * _ROOM
+        return torch.empty(size, dtype=torch.uint8, device=self.table.device)
+
+    def read(self, rows: Tensor, cells: Tensor) -> Tensor:
+        """Copy rows to new memory, and return it, see :meth:`allocate`.
+
+        ``rows`` is ``[N, width]``, ``cells`` ``[B]`` int64.
+        """
+        block = self.allocate(len(cells))
+        self._launch(rows, cells, block, is_read=True)
         return block
+
+    def join(self, rows: Tensor, cells: Tensor, last: Tensor, block: Tensor) -> None:
+        """Copy rows to ``block``; leaves whose source is :data:`LAST_ROW` are those of
+        the rows ``last``, ``[B]`` int64."""
+        self._launch(rows, cells, block, last, is_read=True)
 
     def write(self, rows: Tensor, cells: Tensor, addresses: Tensor) -> None:
         """Copy the leaves at ``addresses``, ``[leaves]`` int64, to the rows ``cells``,
         ``[B]`` without repetitions."""
-        self._launch(rows, cells, addresses, 0, is_read=False)
+        self._launch(rows, cells, addresses, is_read=False)
 
     def _launch(
-        self, rows: Tensor, cells: Tensor, leaves: Tensor, padded: int, *, is_read: bool
+        self,
+        rows: Tensor,
+        cells: Tensor,
+        leaves: Tensor,
+        last: Tensor | None = None,
+        *,
+        is_read: bool,
     ) -> None:
         live, words = rows.shape[0], self.table.shape[1]
         row_bytes = rows.stride(0) * rows.element_size()
         count = cells.shape[0]
+        padded = blocks_of(count, _ROOM) * _ROOM
         parts = blocks_of(self.wide, _WORDS) + blocks_of(words - self.wide, _WORDS)
         if not (count and parts):
             return
         sizes = live, row_bytes, count, padded, self.wide, words
-        sources = cells, self.table, leaves
+        sources = cells, cells if last is None else last, self.table, leaves
         constants = {"IS_READ": is_read, "ROWS": _ROWS, "WORDS": _WORDS}
+        constants["IS_JOINED"] = last is not None
         grid = blocks_of(count, _ROWS), parts
         launch(_move, grid, rows, *sources, *sizes, **constants)

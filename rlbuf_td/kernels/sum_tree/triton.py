@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlbuf_td.kernels.draws.triton import uniform_number
+from rlbuf_td.kernels.draws.triton import serial_of, uniform_number
 from rlbuf_td.kernels.launches import (
     blocks_of,
     launch,
@@ -33,14 +33,6 @@ _SMALLEST, _LARGEST = tl.constexpr(2.0**-126), tl.constexpr(2.0**126)
 _MOST = tl.constexpr(torch.finfo(torch.float32).max)
 _BY_BUFFER = tl.constexpr(BY_BUFFER)
 _INFINITE = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def _serial(cell, written, steps, lanes):
-    """Return the serial of the newest row that can lie in each cell."""
-    newest = written - 1
-    age = (newest - cell // lanes) % steps
-    return newest - tl.where(age < 0, age + steps, age)
 
 
 @triton.jit
@@ -132,7 +124,7 @@ def _draw(
     chosen = tl.sum(tl.where(lane == position, weights, 0.0), 0)
     tl.store(flat + draw, cell)
     if IS_STAMPED:
-        tl.store(stamp + draw, _serial(cell, written, steps, lanes))
+        tl.store(stamp + draw, serial_of(cell, written, steps, lanes))
     unit = smallest if NORM == _BY_BUFFER else total / rows
     ratio = tl.where(chosen > 0, chosen / unit, 1.0)
     tl.store(importance + draw, _power(ratio, -beta).to(tl.float32))
@@ -195,7 +187,7 @@ def _read(
     is_stale = is_row & (cell < 0)
     if IS_STAMPED:
         taken = tl.load(stamp + i, mask=is_listed, other=0)
-        is_gone = (taken != _serial(cell, written, steps, lanes)) | (taken < tail)
+        is_gone = (taken != serial_of(cell, written, steps, lanes)) | (taken < tail)
         is_stale = is_row & is_gone
     is_row = is_row & (is_stale == 0)
     is_finite = size < _INFINITE

@@ -1,5 +1,5 @@
 """What wrappers do to batches, in torch operations: hindsight goals, n-step returns,
-and TD errors of windows.
+windows, and TD errors of windows.
 
 The results equal those of the loops, bit for bit.
 """
@@ -17,23 +17,17 @@ from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Spans
 from rlbuf_td.kernels.host_memory import address_of, addresses_of, to_device
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.wrappers.rewards import Rewards, Sums
+from rlbuf_td.kernels.wrappers.records import (
+    Expanded,
+    GoalDistribution,
+    Goals,
+    Rewards,
+    Sums,
+    WindowShape,
+)
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
-
-
-class GoalDistribution(NamedTuple):
-    """The distribution of hindsight goals: a random number selects the strategy with
-    the first threshold above it."""
-
-    # ascending, one per strategy; above the last one, a row keeps its goal
-    thresholds: tuple[float, ...]
-    # relabel no rows of unfinished trajectories, except by ``random``
-    only_finished: bool
-    # ``future`` takes the row k steps ahead with probability proportional to exp(k
-    # log_gamma)
-    log_gamma: float
 
 
 def choose_goals(
@@ -72,6 +66,29 @@ def choose_goals(
     return torch.where(mask & (strategy < 3), steps, 0), mask
 
 
+def launch_relabel_(
+    goals: Goals,
+    drawn: Tensor,
+    owner: Tensor | None,
+    numbers: Tensor,
+    serials: Serials,
+    *,
+    distribution: GoalDistribution,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Choose goals as :func:`choose_goals` does, for the rows ``drawn``, ``[n]``, and
+    copy them, in one launch on a GPU; return a mask of the rows that get one, ``[B]``.
+
+    Row ``i`` of the batch has the goal of the drawn row ``owner[i]``, or ``i`` if
+    ``owner`` is None. ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
+    """
+    from rlbuf_td.kernels.wrappers import triton
+
+    return triton.relabel_(
+        goals, drawn, owner, numbers, serials, distribution, generator
+    )
+
+
 def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
     """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps.
 
@@ -97,14 +114,69 @@ def launch_sums(
     n: int,
     gamma: float,
 ) -> Sums:
-    """Sum the rewards of at most ``n`` rows from each cell on, within its episode, in
-    one launch on a GPU.
+    """Write the sums of the rewards of at most ``n`` rows from each cell on, within its
+    episode, in one launch on a GPU.
 
     ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
     """
     from rlbuf_td.kernels.wrappers import triton
 
     return triton.sum_steps(rewards, cells, numbers, serials, n, gamma)
+
+
+def expand(
+    anchors: Tensor,
+    reach: tuple[Tensor, Tensor],
+    steps: int,
+    lanes: int,
+    shape: WindowShape,
+) -> Expanded:
+    """Return the rows of the window around each anchor.
+
+    Places outside the trajectory repeat its first or last row. The flags of first rows
+    know nothing of episodes.
+
+    Args:
+        anchors: cells, ``[B]`` int64.
+        reach: how many rows that a window may have precede and follow each anchor,
+            ``[B]`` int64 each.
+        steps: slots of a lane.
+        lanes: number of lanes.
+        shape: the rows around each anchor.
+    """
+    back, ahead = (rows[:, None] for rows in reach)
+    wanted = torch.arange(-shape.burn_in, shape.length, device=anchors.device)
+    if shape.shifts:
+        wanted = wanted - (shape.length - 1 - ahead).clamp(min=0).minimum(back)
+    offset = wanted.minimum(ahead).maximum(-back)
+    flat = (anchors[:, None] + offset * lanes) % (steps * lanes)
+    mask = offset == wanted
+    first, last = mask.clone(), mask.clone()
+    first[:, 1:] &= ~mask[:, :-1]
+    first[:, 0].fill_(True)
+    last[:, :-1] &= ~mask[:, 1:]
+    before = torch.arange(shape.window, device=anchors.device) < shape.burn_in
+    masks = mask, before.expand_as(mask), first, last
+    rows = flat, anchors[:, None].expand_as(flat), *masks
+    return Expanded(*(part.flatten() for part in rows))
+
+
+def launch_expand(
+    anchors: Tensor,
+    numbers: Tensor,
+    serials: Serials,
+    shape: WindowShape,
+    *,
+    has_pairs: bool,
+) -> Expanded:
+    """Return the rows of the window around each anchor, in one launch on a GPU.
+
+    If ``has_pairs``, each row has the slot and the lane of its anchor. ``numbers`` are
+    those of :mod:`rlbuf_td.kernels.episodes`.
+    """
+    from rlbuf_td.kernels.wrappers import triton
+
+    return triton.expand(anchors, numbers, serials, shape, has_pairs=has_pairs)
 
 
 class Windows(NamedTuple):

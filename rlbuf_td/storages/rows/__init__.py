@@ -17,13 +17,14 @@ from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import alias_of, to_device
 from rlbuf_td.kernels.rows import ask_for_rows, row_words
-from rlbuf_td.kernels.rows.words import WIDE
+from rlbuf_td.kernels.rows.words import ELSEWHERE, LAST_ROW, ROW, WIDE
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 
 if TYPE_CHECKING:
     from rlbuf_td.kernels.rows.triton import RowWords
+    from rlbuf_td.kernels.wrappers.records import Sums
 
 #: Rows in fewer runs are copied run by run.
 _MOST_RUNS = 4
@@ -104,6 +105,19 @@ class Rows(ABC):
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
+
+    def summed_at(
+        self,
+        cells: torch.Tensor,
+        key: tuple[str, ...],
+        sum_rewards: Callable[[torch.Tensor], Sums],
+    ) -> tuple[TensorDict, torch.Tensor]:
+        """Return n-step transitions, and their numbers of rewards, on a GPU.
+
+        ``sum_rewards`` writes the sums of the rewards ``key`` to their leaf, and returns
+        the last rows, whose ``"next"`` the batch has.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
@@ -271,6 +285,8 @@ class PlainRows(Rows):
         super().__init__(layout, matrix.view(layout.carrier))
         #: Copies rows on a GPU; None elsewhere.
         self.words = row_words(self.extents, self.matrix)
+        # copies n-step transitions, whose rewards have this key
+        self._joins: dict[tuple[str, ...], RowWords] = {}
 
     @property
     def is_launched(self) -> bool:  # pyrefly: ignore [bad-override]
@@ -289,6 +305,29 @@ class PlainRows(Rows):
         leaves = self.layout.blank(cells.shape, self.matrix.device)
         gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
         return leaves
+
+    def summed_at(
+        self,
+        cells: torch.Tensor,
+        key: tuple[str, ...],
+        sum_rewards: Callable[[torch.Tensor], Sums],
+    ) -> tuple[TensorDict, torch.Tensor]:
+        """See :class:`Rows`."""
+        layout = self.layout
+        words = self._joins.get(key)
+        if words is None:
+            sources = [
+                LAST_ROW if leaf.key[0] == "next" else ROW for leaf in layout.leaves
+            ]
+            sources[layout.places[key]] = ELSEWHERE
+            words = cast("RowWords", row_words(self.extents, self.matrix, sources))
+            self._joins[key] = words
+        block = words.allocate(len(cells))
+        leaves = layout.slices(block, cells.shape)
+        sums = sum_rewards(leaves[layout.places[key]])
+        words.join(self.flat, cells, sums.ends, block)
+        batch = layout.wrap(leaves, cells.shape, self.matrix.device, {})
+        return batch, sums.taken
 
     def addresses_of(self, leaves: list[torch.Tensor]) -> list[int] | None:
         """See :class:`Rows`."""
