@@ -183,7 +183,7 @@ class GymnasiumRecorder(Recorder):
             SchemaError: the dtype or shape of an entry differs from its space or from
                 the first step.
         """
-        if self._obs is None or self._has_ended or self.is_interrupted:
+        if self._obs is None or self._has_ended or self._loads != self._numbers.loads:
             self._refuse_step()
         if extras or self._extra_keys or not self._rows:
             self._begin_step(extras)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from rlbuf_td.envs.recorder import Recorder, Target
 from rlbuf_td.envs.specs import (
     ACTION_MASK,
+    FLAGS,
     AgentGroup,
     Key,
-    after_step,
     agents_schema,
     groups_of,
     parallel_envs,
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from rlbuf_td.envs.specs import Groups
 
-#: An environment, the number of an agent in its group, and all that it has.
-Cell: TypeAlias = tuple[int, int, Any]
+_FLAG_KEYS: list[Key] = [("next", name) for name in FLAGS]
 
 
 class PettingZooRecorder(Recorder):
@@ -273,75 +272,66 @@ class PettingZooRecorder(Recorder):
 
     def _fill_after(self, e: int, acting: list[str], result: Any) -> None:
         """Fill the result of a step of environment ``e``."""
-        _, _, terminated, _, _ = result
+        terminated: Mapping[str, Any] = result[2]
         for group in self.groups:
             for number, agent in enumerate(group.agents):
-                self._fill_next(group, (e, number, ...), agent in acting, result)
-                if agent in acting:
-                    self._fill_outcome(group, (e, number, ...), result)
+                is_acting = agent in acting
+                self._fill_next(group, e, number, is_acting, result[0])
+                if is_acting:
+                    self._fill_outcome(group, e, number, result)
                 else:
-                    self._fill_flags(("next", group.name), (e, number), True, True)
+                    self._fill_flags(group.flag_keys, (e, number), True, True)
         is_done = not self.envs[e].agents
         are_terminated = is_done and all(terminated[agent] for agent in acting)
         is_cut = is_done and not are_terminated
-        self._fill_flags(("next",), (e,), are_terminated, is_cut)
+        self._fill_flags(_FLAG_KEYS, e, are_terminated, is_cut)
 
     def _fill_next(
-        self, group: AgentGroup, cell: Cell, is_acting: bool, result: Any
+        self, group: AgentGroup, e: int, number: int, is_acting: bool, observed: Any
     ) -> None:
         """Fill the next observation of an agent."""
-        columns, name = self._rows, group.name
-        e, number, _ = cell
-        agent = group.agents[number]
-        observed = result[0]
+        columns, agent = self._rows, group.agents[number]
+        cell = (e, number, ...)
         lives = agent in self.envs[e].agents
-        columns["next", name, "mask"][cell] = lives
+        columns["next", group.name, "mask"][cell] = lives
         if agent in observed and (lives or is_acting):
-            paths = after_step(group.observation_paths)
-            fill_parts_(columns, paths, observed[agent], cell)
-        elif (name, ACTION_MASK) in columns:
-            columns["next", name, ACTION_MASK][cell] = True
+            fill_parts_(columns, group.next_paths, observed[agent], cell)
+        elif (group.name, ACTION_MASK) in columns:
+            columns["next", group.name, ACTION_MASK][cell] = True
 
-    def _fill_outcome(self, group: AgentGroup, cell: Cell, result: Any) -> None:
+    def _fill_outcome(
+        self, group: AgentGroup, e: int, number: int, result: Any
+    ) -> None:
         """Fill the reward and the flags of an agent that has acted."""
         observed, rewards, terminated, truncated, _ = result
-        e, number, _ = cell
         agent = group.agents[number]
         key = ("next", group.name, "reward")
         fill_(self._rows[key][e, number, 0, ...], rewards[agent], key)
         is_terminated = bool(terminated[agent])
         is_truncated = bool(truncated[agent])
-        _refuse_loss(
-            agent,
-            goes_on=agent in self.envs[e].agents,
-            terminated=is_terminated,
-            truncated=is_truncated,
-            is_observed=agent in observed,
-        )
-        self._fill_flags(("next", group.name), (e, number), is_terminated, is_truncated)
+        if not (is_terminated or is_truncated or agent in self.envs[e].agents):
+            _refuse(
+                agent,
+                "left the environment without being terminated or truncated, so that its last step cannot be used",
+            )
+        if not (is_terminated or agent in observed):
+            _refuse(
+                agent,
+                "has no observation after a step that did not terminate it, which the value of the next state needs",
+            )
+        self._fill_flags(group.flag_keys, (e, number), is_terminated, is_truncated)
 
     def _fill_flags(
-        self, lead: Key, cell: tuple[int, ...], terminated: bool, truncated: bool
+        self, keys: Sequence[Key], cell: Any, terminated: bool, truncated: bool
     ) -> None:
-        flags = {
-            "done": terminated or truncated,
-            "terminated": terminated,
-            "truncated": truncated,
-        }
-        for name, flag in flags.items():
-            self._rows[(*lead, name)][cell] = flag
+        done_key, terminated_key, truncated_key = keys
+        columns = self._rows
+        columns[done_key][cell] = terminated or truncated
+        columns[terminated_key][cell] = terminated
+        columns[truncated_key][cell] = truncated
 
 
-def _refuse_loss(
-    agent: str, *, goes_on: bool, terminated: bool, truncated: bool, is_observed: bool
-) -> None:
-    """Raise a RuntimeError if it is unknown how the trajectory of an agent goes on."""
-    if not (goes_on or terminated or truncated):
-        fault = "left the environment without being terminated or truncated, so that its last step cannot be used"
-    elif not (is_observed or terminated):
-        fault = "has no observation after a step that did not terminate it, which the value of the next state needs"
-    else:
-        return
+def _refuse(agent: str, fault: str) -> NoReturn:
     raise RuntimeError(
         f"agent {agent!r} {fault}: the environment breaks PettingZoo's interface"
     )

@@ -395,6 +395,15 @@ class AgentGroup:
         ]
 
     @cached_property
+    def next_paths(self) -> Paths:
+        return after_step(self.observation_paths)
+
+    @cached_property
+    def flag_keys(self) -> list[Key]:
+        """The keys of "done", "terminated" and "truncated"."""
+        return [("next", self.name, flag) for flag in FLAGS]
+
+    @cached_property
     def action_paths(self) -> Paths:
         action = value_of_space(self.action, (), (self.name, ACTION))
         keys = [key for key, _ in walk({ACTION: action})]
@@ -433,12 +442,12 @@ def groups_of(
     remedy = "put them in groups of their own, group_map={name: [agent, ...], ...}"
     groups: list[AgentGroup] = []
     for number, env in enumerate(envs):
-        of_env = [
+        env_groups = [
             AgentGroup(name, (*members,), *_spaces_of(env, members, remedy))
             for name, members in group_map.items()
         ]
-        groups = groups or of_env
-        if [*env.possible_agents] != agents or of_env != groups:
+        groups = groups or env_groups
+        if [*env.possible_agents] != agents or env_groups != groups:
             raise SchemaError(
                 f"environment {number} has other agents or spaces than environment 0"
             )
@@ -462,8 +471,8 @@ def _spaces_of(
     spaces = [
         (env.observation_space(agent), env.action_space(agent)) for agent in agents
     ]
-    for agent, own_spaces in zip(agents, spaces, strict=True):
-        if own_spaces != spaces[0]:
+    for agent, agent_spaces in zip(agents, spaces, strict=True):
+        if agent_spaces != spaces[0]:
             raise SchemaError(
                 f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}"
             )
