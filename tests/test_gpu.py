@@ -125,9 +125,9 @@ def test_a_call_within_a_cuda_graph_is_refused(call):
         "update": partial(rb.update_priority, index, td_error),
         "extend": partial(rb.extend, rows),
     }
-    with pytest.raises(RuntimeError, match="capture the learner's step alone"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            calls[call]()
+    refused = pytest.raises(RuntimeError, match="capture the learner's step alone")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        calls[call]()
 
 
 def test_a_captured_learner_learns_from_each_batch():
