@@ -106,6 +106,64 @@ def test_a_training_loop_never_waits(sampler):
     assert rb.full
 
 
+def prioritized_buffer() -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=on_gpu(60), sampler=ProportionalSampler(60), batch_size=32
+    )
+    rb.extend(data(60).to(GPU))
+    rb.sample()
+    return rb
+
+
+@pytest.mark.parametrize("call", ["sample", "update", "extend"])
+def test_a_call_within_a_cuda_graph_is_refused(call):
+    rb, rows = prioritized_buffer(), data(8).to(GPU)
+    index, td_error = torch.arange(8, device=GPU), torch.ones(8, device=GPU)
+    rb.update_priority(index, td_error)
+    calls = {
+        "sample": rb.sample,
+        "update": partial(rb.update_priority, index, td_error),
+        "extend": partial(rb.extend, rows),
+    }
+    refused = pytest.raises(RuntimeError, match="capture the learner's step alone")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        calls[call]()
+
+
+def test_a_captured_learner_learns_from_each_batch():
+    """The recipe of notebook 09, by hand and with ``torch.compile``."""
+    rb = prioritized_buffer()
+    static = rb.sample().select("x", "priority_weight").clone()
+    td_error = torch.zeros(32, device=GPU)
+
+    def learn() -> None:
+        td_error.copy_(static["x"] * static["priority_weight"])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        learn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        learn()
+    compiled = torch.compile(
+        lambda x, weight: x * weight, mode="reduce-overhead", dynamic=False
+    )
+    drawn = []
+    for _ in range(4):
+        batch = rb.sample()
+        static.update_(batch.select(*static.keys()))
+        graph.replay()
+        wanted = (batch["x"] * batch["priority_weight"]).float()
+        torch.testing.assert_close(td_error, wanted)
+        found = compiled(batch["x"], batch["priority_weight"])
+        torch.testing.assert_close(found, batch["x"] * batch["priority_weight"])
+        rb.update_tensordict_priority(batch.set("td_error", td_error))
+        drawn.append(batch["index"])
+    assert not all(torch.equal(drawn[0], index) for index in drawn[1:])
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_rows_come_from_the_cpu_or_the_gpu_and_from_a_dump(name, tmp_path):
     rb = ReplayBuffer(storage=on_gpu(60), sampler=SAMPLERS[name](60), batch_size=32)

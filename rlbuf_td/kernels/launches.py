@@ -16,9 +16,24 @@ from torch import Tensor
 def launch(
     kernel: Any, grid: Sequence[int], memory: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Start ``kernel`` on the device of ``memory``, which is its first argument."""
+    """Start ``kernel`` on the device of ``memory``, which is its first argument.
+
+    Raises a RuntimeError while a CUDA graph is captured.
+    """
+    if memory.is_cuda:
+        _refuse_capture()
     with torch.cuda.device_of(memory):
         kernel[tuple(grid)](memory, *arguments, **constants)
+
+
+def _refuse_capture() -> None:
+    """Raise a RuntimeError if a CUDA graph is being captured: it would repeat the
+    arguments of this call, such as its random numbers and serials."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph would repeat this call of the buffer with the same random numbers and rows: capture the "
+            "learner's step alone, and copy each batch to its tensors (notebook 09)"
+        )
 
 
 def blocks_of(count: int, size: int) -> int:

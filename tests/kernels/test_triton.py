@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.cli import info
-from rlbuf_td.kernels import dispatch, self_check
+from rlbuf_td.kernels import dispatch, launches, self_check
 from rlbuf_td.kernels.draws import uniform_rows_
 from rlbuf_td.kernels.strata import masses, stratification_of
 from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
@@ -143,6 +144,13 @@ def test_a_fault_of_a_kernel_is_said_once_and_torch_runs(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not dispatch.uses_triton(gpu)
+
+
+def test_a_call_within_a_cuda_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    rows = mock.Mock(is_cuda=True)
+    with pytest.raises(RuntimeError, match="capture the learner's step alone"):
+        launches.launch(mock.Mock(), (1,), rows)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
