@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from operator import setitem
 from typing import Any
 
@@ -83,6 +84,10 @@ WIDER = TensorDict({"observation": ones(20, 3), "reward": ones(20, 7)}, [20])
 GOALS = steps(20, desired_goal=zeros(20, 2)).set(
     ("next", "achieved_goal"), zeros(20, 2)
 )
+
+
+def sample_of(make, size):
+    return filled(make(30), GOALS, batch_size=None).sample(size)
 
 
 class Holding(td.UniformSampler):
@@ -260,17 +265,17 @@ WRITES: Table = {
             lambda rb: rb.set_at_("action", tensor(7), 0), lambda rb: setitem(rb, 0, rb[1])),
         (lambda rb: rb.wait_until_sampleable(1), "ShutDown: shut down"),
     ] for make in (prioritized, lambda: buffer(td.ProportionalSampler(30), device="cpu"))},
-    ("ReplayBuffer.write_back", prioritized): each(
-        lambda rb, given: write_back(given[0], **given[1])(rb),
-        (("other", {}), "SchemaError: cannot write back 'other': the rows have none"),
-        ((["action", "gone"], {"gone": zeros(4)}), "SchemaError: cannot write back 'gone': the rows have none"),
-        (("action", {"action": None}), "SchemaError: the batch has none"),
-        (("action", {"action": zeros(4)}), r"SchemaError: 'action': it is float32 of shape \(\) per row"),
-        ((["action", "observation"], {"observation": zeros(4, 2)}), r"SchemaError: float32 of shape \(2,\) per"),
-        (("action", {"index": None}), "KeyError: the batch has no 'index'"),
-        (("action", {"sampled_at": None}), "KeyError: no 'sampled_at': .*pass it as sampled_at="),
-        (("action", {"index": full((4,), 21)}), "IndexError: row 21"),
-        (([3], {}), r"ValueError: keys must be a key or a sequence of keys, .* got \[3\]")),
+    ("ReplayBuffer.write_back", prioritized): [
+        (write_back("other"), "SchemaError: cannot write back 'other': the rows have none"),
+        (write_back(["action", "gone"], gone=zeros(4)), "SchemaError: cannot write back 'gone': the rows have none"),
+        (write_back("action", action=None), "SchemaError: the batch has none"),
+        (write_back("action", action=zeros(4)), r"SchemaError: 'action': it is float32 of shape \(\) per row"),
+        (write_back("observation", observation=zeros(4, 2)), r"SchemaError: float32 of shape \(2,\) per"),
+        (write_back("action", index=None), "KeyError: the batch has no 'index'"),
+        (write_back("action", sampled_at=None), "KeyError: no 'sampled_at': .*pass it as sampled_at="),
+        (write_back("action", index=full((4,), 21)), "IndexError: row 21"),
+        (write_back([3]), r"ValueError: keys must be a key or a sequence of keys, .* got \[3\]"),
+    ],
     **{("ReplayBuffer.write_back, n-step", make): [
         (write_back(["action", ("next", "observation")]), "ValueError: cannot write back 'next' entries of n-step"),
     ] for make in (lambda: buffer(n_step(td.ProportionalSampler(30))), lambda: windows(n_step(td.RankSampler(30)), 6))},
@@ -278,17 +283,17 @@ WRITES: Table = {
         (lambda _: fresh().write_back(steps(3, index=ones(3).long()), "action", sampled_at=0), "SchemaError: none"),
     ],
     ("ReplayBuffer.set_at_", buffer): [
-        *each(lambda rb, given: rb.set_at_(*given),
+        *each(lambda rb, arguments: rb.set_at_(*arguments),
               (("absent", zeros(2), 0), "KeyError: absent"),
               (("observation", zeros(2, 4), [0, 1]), "RuntimeError: shape|size"),
               (("observation", zeros(3), 20), "IndexError: 20"),
               (("next", WIDER[:2], [0, 1]), NO_FIT),
               ((REWARD, full((20, 1), 2**24 + 1), slice(None)), "SchemaError: changes to 16777216")),
-        *each(lambda rb, given: setitem(rb, *given),
+        *each(lambda rb, arguments: setitem(rb, *arguments),
               (("next", WIDER), NO_FIT), (("action", zeros(19).long()), "RuntimeError: batch dimension mismatch"),
               (("absent", zeros(20)), "KeyError: absent"), ((-21, steps()), "IndexError: position -21 is out of range"),
               ((REWARD, full((20, 1), 2**24 + 1).double()), "SchemaError: changes to 16777216")),
-        *each(lambda rb, given: setitem(rb.storage, *given),
+        *each(lambda rb, arguments: setitem(rb.storage, *arguments),
               (("next", WIDER), NO_FIT), (("absent", zeros(20)), "KeyError: absent")),
     ],
 }  # fmt: skip
@@ -301,8 +306,8 @@ READS: Table = {
         (lambda rb: rb.chronological(), "RuntimeError: empty"),
     ],
     ("ReplayBuffer.sample, samplers", nothing): each(
-        lambda _, given: filled(given[0](30), GOALS, batch_size=None).sample(given[1]), *(
-            ((make, size), NO_SAMPLE) for make in SAMPLERS.values() for size in (-1, 2.5))),
+        lambda _, sample: sample(),
+        *((partial(sample_of, make, size), NO_SAMPLE) for make in SAMPLERS.values() for size in (-1, 2.5))),
     ("ReplayBuffer.sample", buffer): each(lambda rb, n: rb.sample(n), *((n, NO_SAMPLE) for n in (-1, 2.5, [4]))),
     ("ReplayBuffer.sample of no rows", fresh): [
         (lambda rb: rb.sample(), "RuntimeError: empty storage: extend the buffer first"),
@@ -344,7 +349,7 @@ READS: Table = {
         (lambda _: td.ReplayBuffer.from_torchrl(of_numbers()), "TypeError: are TensorDicts, this buffer holds a list"),
     ],
     ("ReplayBuffer.from_torchrl, of rows", buffer): each(
-        lambda rb, given: td.ReplayBuffer.from_torchrl(rb, **given),
+        lambda rb, options: td.ReplayBuffer.from_torchrl(rb, **options),
         ({"exclude": ["action", "sad"]},
          r"KeyError: exclude \['sad'\]: exclude takes a list of keys of the rows"),
         ({"exclude": [3]}, "ValueError: a key is a string, or .* got 3"),
@@ -370,8 +375,8 @@ READS: Table = {
         (dumps, "CheckpointError: state._sampler.held is a object, which a"),
     ],
     ("ReplayBuffer over another storage", elsewhere): [
-        *each(lambda rb, given: elsewhere(**given), *(
-            (given, f"TypeError: {next(iter(given))}.*= needs a PackedStorage, got a LazyTensorStorage") for given in (
+        *each(lambda rb, option: elsewhere(**option), *(
+            (option, f"TypeError: {next(iter(option))}.*= needs a PackedStorage, got a Lazy") for option in (
                 {"stats": td.EpisodeStats()}, {"lane_key": "e"}, {"device": "cpu"}, {"include_info": False},
                 {"samples_per_insert": 1.0}, {"min_size": 2}))),
         (lambda _: elsewhere(sampler=n_step()), "TypeError: NStepSampler looks up episodes and needs a PackedStorage"),

@@ -57,14 +57,14 @@ REFUSALS: Table = {
         (lambda env: td.GymnasiumRecorder(td.RolloutBuffer.from_env(env, 9).lane(0), Walk()),
          "ValueError: use a ReplayBuffer with a RingWriter, or record all lanes"),
     ],
-    **{("GymnasiumRecorder.step", lambda given=given: started(Walk(), **given)): each(
-        lambda rb, step: rb.recorder.step(*step[0], **step[1]), *cases) for given, cases in [
-        ({}, [(([0.5], {}), "SchemaError: 'action' came as float64, expected int64"),
-              (([0], {"observation": 1.0}), "SchemaError: 'observation' has the name")]),
-        ({"note": 1.0}, [(([0], {}), "SchemaError: the first step had"),
-                         (([0], {"note": 1.0, "value": 1.0}), "SchemaError: the first step"),
-                         (([0], {"note": np.zeros(2)}), "SchemaError: 'note' came with")]),
-        ({"infos": {"energy": False}}, [(([0], {}), r"SchemaError: 'energy'\) came as")]),
+    **{("GymnasiumRecorder.step", lambda options=options: started(Walk(), **options)): each(
+        lambda rb, step: rb.recorder.step(**{"action": 0} | step), *cases) for options, cases in [
+        ({}, [({"action": 0.5}, "SchemaError: 'action' came as float64, expected int64"),
+              ({"observation": 1.0}, "SchemaError: 'observation' has the name")]),
+        ({"note": 1.0}, [({}, "SchemaError: the first step had"),
+                         ({"note": 1.0, "value": 1.0}, "SchemaError: the first step"),
+                         ({"note": np.zeros(2)}, "SchemaError: 'note' came with")]),
+        ({"infos": {"energy": False}}, [({}, r"SchemaError: 'energy'\) came as")]),
     ]},
 }  # fmt: skip
 

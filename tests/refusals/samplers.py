@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,10 @@ def with_mask():
     return made
 
 
+def written_by(make, writer):
+    return filled(make(), writer=writer())
+
+
 IN_TIME_ORDER: list[Callable[[], Any]] = [
     lambda: td.RecencySampler(2.0), n_step, sequence, hindsight, lambda: td.UniformSampler(max_age=1),
 ]  # fmt: skip
@@ -109,8 +113,8 @@ REFUSALS: Table = {
         lambda rb, wrong: rb.sampler.load_state_dict(rb.sampler.state_dict() | wrong),
         ({"half_life": 0.0}, "ValueError: half_life"), ({"window": 0.5}, "ValueError: window must")),
     ("samplers of no rows", nothing): [
-        *each(lambda _, given: of_no_rows(*given).sample(), *(
-            ((make, *form), "RuntimeError: Cannot sample from an empty storage: extend the buffer first")
+        *each(lambda _, make: make().sample(), *(
+            (partial(of_no_rows, make, *form), "RuntimeError: Cannot sample from an empty storage: extend the buff")
             for make in SAMPLERS.values() for form in FORMS)),
     ],
     **{("ProportionalSampler, RankSampler", make): [
@@ -152,11 +156,12 @@ REFUSALS: Table = {
     ],
     ("wrappers, of attributes", lambda: sequence(n_step(hindsight(td.ProportionalSampler(40))))): [
         (lambda sampler: sampler.no_such_thing, "AttributeError: no_such_thing"),
-        *each(lambda sampler, setting: setattr(attrgetter(setting[0])(sampler), *setting[1:]),
-              (("sampler", "n_steps", 4.5), "ValueError: n_steps must be a whole number, at least 1"),
-              (("innermost", "weight_norm", "rows"), "ValueError: must be 'buffer', 'batch' or None, got"),
-              (("sampler.sampler", "future_gamma", 1.1), "ValueError: future_gamma must be between 0 and 1"),
-              (("sampler.sampler", "her_ratio", 1.5), "ValueError: her_ratio must be between 0 and 1, got")),
+        (lambda sampler: setattr(sampler.sampler, "n_steps", 4.5),
+         "ValueError: n_steps must be a whole number, at least 1"),
+        (lambda sampler: setattr(sampler.innermost, "weight_norm", "rows"),
+         "ValueError: must be 'buffer', 'batch' or None, got"),
+        *each(lambda sampler, setting: setattr(sampler.sampler.sampler, setting, 1.5), *(
+            (setting, f"ValueError: {setting} must be between 0 and 1") for setting in ("future_gamma", "her_ratio"))),
         (lambda sampler: setattr(sampler, "n_steps", 4), "AttributeError: set sampler.n_steps of this Seq"),
         (lambda sampler: setattr(sampler, "length", 6), "AttributeError: length is fixed when a SequenceSampler is"),
     ],
@@ -209,8 +214,8 @@ REFUSALS: Table = {
     ("samplers in time order", nothing): [
         *each(lambda _, make: theirs(make(), steps(9), LazyTensorStorage(30)).sample(), *(
             (make, NEEDS_OURS) for make in (n_step, sequence, hindsight))),
-        *each(lambda _, made: filled(made[0](), writer=made[1]()).sample(), *(
-            ((make, writer), "ValueError: in time order, a .*Writer keeps none")
+        *each(lambda _, make: make().sample(), *(
+            (partial(written_by, make, writer), "ValueError: in time order, a .*Writer keeps none")
             for make in IN_TIME_ORDER
             for writer in (td.ReservoirWriter, lambda: TensorDictMaxValueWriter("action")))),
         (lambda _: filled(IN_TIME_ORDER[0](), storage=LazyTensorStorage(30), writer=TensorDictMaxValueWriter("action")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import setitem
+from operator import methodcaller, setitem
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,7 @@ STORAGES: Table = {
             (at, "IndexError: cannot write at a cursor") for at in ([0.5], tensor([[0, 1, 2]]), "x", ..., None))),
     ],
     ("PackedStorage.set, lanes", storage_of_lanes): each(
-        lambda storage, given: storage.set(*given),
+        lambda storage, arguments: storage.set(*arguments),
         ((range(3), steps(3, 3)), r"SchemaError: of shape \(3, 3.*expected .* \(3, 2"),
         ((range(3), steps(3)), r"SchemaError: of shape \(3.*expected .* \(3, 2"),
         (((tensor([3]), tensor([0])), steps(1)), OUT), (((tensor([0]), tensor([2])), steps(1)), OUT),
@@ -199,8 +199,8 @@ STORAGES: Table = {
         (lambda _: index_of(LazyTensorStorage(3)), "TypeError: needs a PackedStorage, got a LazyTensorStorage"),
     ],
     ("TrajectoryIndex", indexed): [
-        *each(lambda rb, asked: getattr(index_of(rb.storage), asked[0])(tensor([3, asked[1]])), *(
-            ((name, row), f"IndexError: row {row} is out of range: rows 0 to 19 have been written")
+        *each(lambda rb, look_up: look_up(index_of(rb.storage)), *(
+            (methodcaller(name, tensor([3, row])), f"IndexError: row {row} is out of range: rows 0 to 19 have been wri")
             for row in (-1, 20, 10**12) for name in ("reach", "steps_back", "steps_ahead", "ended", "length"))),
         (lambda rb: index_of(rb.storage).length(freed(torch.arange(9))), "RuntimeError|ValueError: no memory"),
     ],
