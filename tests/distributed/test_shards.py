@@ -668,7 +668,7 @@ def test_wrappers_inside_shards_are_what_brute_force_says(name):
     learner.update_tensordict_priority(batch.set("td_error", errors))
     learner.synchronize()
     for place, part in enumerate(parts):
-        mine = batch[batch["index"][:, 0] == place]
+        mine: Any = batch[batch["index"][:, 0] == place]
         for key in {"index", "anchor_index"} & set(mine.keys()):
             mine[key] = mine[key][:, 2]
         anchors = part.check_batch(mine.exclude("td_error"), recipe)
