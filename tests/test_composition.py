@@ -133,6 +133,15 @@ def make(
     return world, inner
 
 
+def anchor_errors(batch: Any, recipe: Recipe) -> list[float]:
+    """Return the error of each anchor, of the errors in a batch."""
+    errors = batch["td_error"].view(-1, recipe.window).tolist()
+    if not recipe.sequence:
+        return [error for (error,) in errors]
+    counted = (batch["mask"] & ~batch["burn_in_mask"]).view(-1, recipe.window)
+    return [m.combined(*each) for each in zip(errors, counted.tolist(), strict=True)]
+
+
 def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
     """Draw batches, and compare each with brute force; then their law, and priorities
     that come back."""
@@ -165,16 +174,7 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
     if hasattr(sampler, "priority"):
         errors = torch.arange(len(batch)) % 61 / 16 - 1.5
         world.rb.update_tensordict_priority(batch.set("td_error", errors.unsqueeze(-1)))
-        parts = errors.view(-1, recipe.window)
-        if recipe.sequence:
-            counted = (batch["mask"] & ~batch["burn_in_mask"]).view(-1, recipe.window)
-            largest = [
-                m.combined(*each)
-                for each in zip(parts.tolist(), counted.tolist(), strict=True)
-            ]
-        else:
-            largest = parts[:, 0].tolist()
-        model.update(anchors, largest)
+        model.update(anchors, anchor_errors(batch, recipe))
         m.assert_holds(world.rb, model)
 
 

@@ -2,9 +2,9 @@
 anything has changed.
 
 Each room of the package has a table in ``tests/refusals``: ``REFUSALS`` maps
-``(name, maker)`` to rows ``(call, error, word)``. The runner makes two equal objects,
-gives one of them to ``call``, and expects the error with the word (a regular
-expression). Then the object must hold what it held before, byte for byte, and its next
+``(name, maker)`` to rows ``(call, said)``. The runner makes two equal objects, gives one
+of them to ``call``, and expects an error of a class before the colon of ``said``, with
+the words after it (a regular expression). Then the object must hold what it held before, byte for byte, and its next
 batch and its next write must equal those of the other object. A name with ``drawn`` is
 of calls that have drawn random numbers before they can know; all others leave the
 generator alone. To add a refusal, add a row: one line, if possible.
@@ -21,17 +21,9 @@ import torch
 from tensordict import TensorDictBase
 
 from tests.catalogue import as_bytes
-from tests.refusals import (
-    buffers,
-    diagnostics,
-    envs,
-    functional,
-    samplers,
-    storages,
-    writers,
-)
+from tests.refusals import arguments, buffers, envs, samplers, storages
 
-ROOMS = storages, functional, writers, envs, samplers, diagnostics, buffers
+ROOMS = arguments, storages, envs, samplers, buffers
 ROWS = [
     pytest.param("drawn" in name, make, *row, id=f"{name}: {row[-1]}")
     for room in ROOMS
@@ -40,7 +32,7 @@ ROWS = [
 ]
 
 
-def contents(made: Any) -> Any:
+def contents(made):
     """Return all that an object holds as plain values, tensors as bytes."""
     if isinstance(made, torch.Tensor):
         return made.dtype, tuple(made.shape), as_bytes(made).numpy().tobytes()
@@ -58,7 +50,7 @@ def contents(made: Any) -> Any:
     return found or re.sub(" at 0x[0-9a-f]+", "", repr(made))
 
 
-def what_follows(made: Any) -> Any:
+def what_follows(made):
     """Return the next batch of a buffer and what it holds after its next write, or the
     errors."""
     found: list[Any] = []
@@ -74,16 +66,17 @@ def what_follows(made: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
-def test_it_is_refused_and_nothing_changes(
-    is_drawn: bool, make: Any, call: Any, error: Any, word: str
-) -> None:
+@pytest.mark.parametrize(("is_drawn", "make", "call", "said"), ROWS)
+def test_it_is_refused_and_nothing_changes(is_drawn, make, call, said):
     torch.manual_seed(0)
     made = make()
     random = torch.get_rng_state()
     before = contents(made)
-    with pytest.raises(error, match=word):
+    classes, _, words = said.partition(": ")
+    with pytest.raises(Exception, match=words) as refused:
         call(made)
+    classes_of_error = {each.__name__ for each in type(refused.value).__mro__}
+    assert not classes_of_error.isdisjoint(classes.split("|"))
     if is_drawn:
         torch.set_rng_state(random)
     assert torch.equal(torch.get_rng_state(), random)

@@ -27,8 +27,8 @@ shard.
   ``prefetch=k`` divides Ray's time per batch by k. An answer of more than 100 kB takes
   2 ms more, through Ray's object store, unless Ray is started with
   ``RAY_max_direct_call_object_size=1000000``.
-  ``python -m tests.benchmarks.sharded --fit`` measures these times; without ``--fit``,
-  it compares this buffer with TorchRL's ``RayReplayBuffer``.
+  ``python -m tests.benchmarks.sharded`` compares this buffer with TorchRL's
+  ``RayReplayBuffer``.
 - **Writes.** Each write is a request to Ray, so let collectors write several hundred
   rows at a time.
 - **Network.** A batch transfers its packed rows and 16 bytes per row. To sample 1,000
@@ -43,7 +43,6 @@ dead process within 1 to 2 s. A shard that does not answer within 3 s counts as 
 until it answers. If all shards are lost, clients wait up to a minute for the first
 answer. A restart takes about 4 s of CPU time; Ray starts its processes with low
 priority, so on a busy machine, start Ray with ``RAY_worker_niceness=0``.
-``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.
 """
 
 try:

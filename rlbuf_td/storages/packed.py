@@ -206,8 +206,6 @@ class PackedStorage(LazyTensorStorage):
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n *
     row_bytes). On CUDA, a gather is one kernel.
-    ``python -m tests.benchmarks.memory`` measures the savings and the cost of
-    deduplicated observations.
 
     With ``ndim=2``, lanes may advance alone, see :meth:`ReplayBuffer.lane`. Cells that
     a shorter lane has not written yet, or whose row a killed write was about to

@@ -385,17 +385,17 @@ class Flashbax(Contender):
             *given, priority_exponent=ALPHA, device="cpu"
         )
 
-        def draw_uniform(state: Any, key: Any) -> Any:
+        def draw_uniform(state, key):
             key, now = jax.random.split(key)
             return key, uniform.sample(state, now).experience
 
-        def draw(state: Any, key: Any) -> Any:
+        def draw(state, key):
             key, now = jax.random.split(key)
             drawn = ranked.sample(state, now)
             weight = (self.rows * drawn.probabilities) ** -BETA
             return key, (drawn, weight / jnp.max(weight))
 
-        def update(state: Any, index: Any, td_error: Any) -> Any:
+        def update(state, index, td_error):
             return ranked.set_priorities(state, index, jnp.abs(td_error) + EPS)
 
         compiled = partial(jax.jit, donate_argnums=0)
@@ -436,11 +436,11 @@ class Flashbax(Contender):
             for name, column in arrays_of(data).items()
         }
 
-    def uniform(self) -> Any:
+    def uniform(self):
         self.key, batch = self._draw_uniform(self.plain, self.key)
         return self._done(batch)
 
-    def proportional(self) -> Any:
+    def proportional(self):
         self.key, batch = self._draw(self.prioritized, self.key)
         return self._done(batch)
 

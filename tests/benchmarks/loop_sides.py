@@ -47,7 +47,7 @@ class Timer:
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call, self.seconds = call, 0.0
 
-    def __call__(self, *values: Any, **options: Any) -> Any:
+    def __call__(self, *values, **options):
         began = now()
         result = self.call(*values, **options)
         self.seconds = now() - began
@@ -113,7 +113,7 @@ class ReplaySide(Side):
 class PlainSide(ReplaySide):
     """Steps an environment without a recorder."""
 
-    def __init__(self, env: Any, learner: Any) -> None:
+    def __init__(self, env, learner) -> None:
         super().__init__()
         self.env, self.learner = env, learner
         self.obs, _ = env.reset(seed=0)
@@ -129,16 +129,14 @@ class PlainSide(ReplaySide):
             self.obs, _ = self.env.reset()
 
     @abstractmethod
-    def store(
-        self, obs: Any, action: Any, next_obs: Any, reward: Any, *ends: Any
-    ) -> None:
+    def store(self, obs, action, next_obs, reward, *ends) -> None:
         """Store a step; ``ends`` are terminated, truncated and the infos."""
 
 
 class RecorderSide(ReplaySide):
     """The recorder and the replay buffer of this package."""
 
-    def __init__(self, env: Any, learner: Any, **settings: Any) -> None:
+    def __init__(self, env, learner, **settings) -> None:
         super().__init__()
         self.env, self.learner = env, learner
         env.step = Timer(env.step)
@@ -182,9 +180,7 @@ class ActorCritic:
     def act(self, obs: np.ndarray) -> np.ndarray:
         return 2 * self.actor(torch.from_numpy(obs)).tanh().numpy()
 
-    def learn(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, end: Any
-    ) -> None:
+    def learn(self, obs, action, reward, next_obs, end) -> None:
         with torch.no_grad():
             following = torch.cat([next_obs, self.actor(next_obs)], -1)
             target = reward + GAMMA * (1 - end.float()) * self.critic(following)
@@ -207,9 +203,7 @@ class NumpyRing(PlainSide):
         self.columns = [np.zeros((CAPACITY, n), np.float32) for n in (3, 1, 1, 3, 1)]
         self.written = 0
 
-    def store(
-        self, obs: Any, action: Any, next_obs: Any, reward: Any, *ends: Any
-    ) -> None:
+    def store(self, obs, action, next_obs, reward, *ends) -> None:
         row = self.written % CAPACITY
         values = (obs, action, reward, next_obs, ends[0])
         for column, value in zip(self.columns, values, strict=True):
@@ -224,9 +218,7 @@ class NumpyRing(PlainSide):
 class Baselines(PlainSide):
     """Stable-Baselines3's replay buffer."""
 
-    def __init__(
-        self, env: Any, learner: Any, capacity: int, batch: int, **settings: Any
-    ) -> None:
+    def __init__(self, env, learner, capacity: int, batch: int, **settings) -> None:
         from stable_baselines3.common.buffers import ReplayBuffer as Buffer
 
         super().__init__(env, learner)
@@ -234,9 +226,7 @@ class Baselines(PlainSide):
         self.rb = Buffer(capacity, *spaces, device="cpu", **settings)
         self.batch = batch
 
-    def store(
-        self, obs: Any, action: Any, next_obs: Any, reward: Any, *ends: Any
-    ) -> None:
+    def store(self, obs, action, next_obs, reward, *ends) -> None:
         terminated, truncated, _ = ends
         infos = [{"TimeLimit.truncated": truncated and not terminated}]
         row = (obs[None], next_obs[None], np.array([action]), np.array([reward]))
@@ -265,9 +255,7 @@ class TorchRLByHand(PlainSide):
         storage = LazyTensorStorage(CAPACITY)
         self.rb = TensorDictReplayBuffer(storage=storage, batch_size=256)
 
-    def store(
-        self, obs: Any, action: Any, next_obs: Any, reward: Any, *ends: Any
-    ) -> None:
+    def store(self, obs, action, next_obs, reward, *ends) -> None:
         terminated, truncated, _ = ends
         outcome = {
             "observation": torch.from_numpy(next_obs),
@@ -304,9 +292,7 @@ class DoubleDQN:
         is_random = torch.rand(greedy.shape) < 0.1
         return torch.where(is_random, torch.randint(2, greedy.shape), greedy).numpy()
 
-    def learn(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, end: Any, weight: Any
-    ) -> torch.Tensor:
+    def learn(self, obs, action, reward, next_obs, end, weight) -> torch.Tensor:
         with torch.no_grad():
             following = self.network(next_obs).amax(-1)
             target = reward.flatten() + GAMMA * (1 - end.flatten().float()) * following
@@ -333,9 +319,7 @@ class Cpprb(PlainSide):
         fields |= {"act": {"dtype": np.int64}, "rew": {}, "done": {}}
         self.rb = PrioritizedReplayBuffer(CAPACITY, fields, alpha=ALPHA)
 
-    def store(
-        self, obs: Any, action: Any, next_obs: Any, reward: Any, *ends: Any
-    ) -> None:
+    def store(self, obs, action, next_obs, reward, *ends) -> None:
         terminated, truncated, info = ends
         if "final_obs" in info:
             next_obs = next_obs.copy()
@@ -370,13 +354,13 @@ class Frames(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     action_space = gymnasium.spaces.Discrete(4)
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.time, self.frame = 0, np.zeros((1, 84, 84), np.uint8)
         self.stack = np.concatenate([self.frame] * 4)
         return self.stack, {}
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         self.time += 1
         frame = self.np_random.integers(0, 255, (1, 84, 84), np.uint8)
         self.stack = np.concatenate([self.stack[1:], frame])
@@ -404,11 +388,11 @@ class Convolutions:
 IMAGES = {"capacity": 8_000, "batch_size": 64}
 
 
-def baselines_images(**settings: Any) -> Baselines:
+def baselines_images(**settings) -> Baselines:
     return Baselines(Frames(), Convolutions(), *IMAGES.values(), **settings)
 
 
-def images(**settings: Any) -> RecorderSide:
+def images(**settings) -> RecorderSide:
     return RecorderSide(Frames(), Convolutions(), **IMAGES, **settings)
 
 
@@ -444,7 +428,7 @@ class Policy:
         self.optimizer.step()
 
 
-def advantages(value: Any, reward: Any, done: Any, last_value: Any) -> torch.Tensor:
+def advantages(value, reward, done, last_value) -> torch.Tensor:
     """GAE of tensors ``[T, E]``, as single-file scripts write it; ``done[t]`` is that of
     step ``t``."""
     result, last = torch.zeros_like(reward), torch.zeros_like(last_value)
@@ -693,13 +677,13 @@ class CollectorSide(Side):
         return batches * self.FRAMES
 
 
-def collect_theirs(**settings: Any) -> CollectorSide:
+def collect_theirs(**settings) -> CollectorSide:
     storage = LazyTensorStorage(CAPACITY)
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=256, **settings)
     return CollectorSide(buffer)
 
 
-def collect_ours(**settings: Any) -> CollectorSide:
+def collect_ours(**settings) -> CollectorSide:
     storage = PackedStorage(CAPACITY)
     return CollectorSide(ReplayBuffer(storage=storage, batch_size=256, **settings))
 
@@ -735,7 +719,7 @@ class AgentSide(Side):
     def summed(self, part: str, method: str) -> Callable[..., Any]:
         call = Timer(getattr(self.agent.replay_buffer, method))
 
-        def counted(*values: Any, **options: Any) -> Any:
+        def counted(*values, **options):
             result = call(*values, **options)
             self.spent[part] += call.seconds
             return result

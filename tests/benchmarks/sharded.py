@@ -1,10 +1,5 @@
-"""Time batches from shards on Ray against TorchRL's ``RayReplayBuffer``, and fit what a
-batch costs.
-
-Run ``python -m tests.benchmarks.sharded`` for rows per second (sample + update, 4
-shards, one learner) and ``python -m tests.benchmarks.sharded --fit`` for the time per
-batch against shards and batch size.
-"""
+"""Time batches from shards on Ray (sample + update, 4 shards, one learner) beside those
+of TorchRL's ``RayReplayBuffer`` (``python -m tests.benchmarks.sharded``)."""
 
 from __future__ import annotations
 
@@ -14,9 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
-import numpy as np
 import ray
 import torch
 from tensordict import TensorDict
@@ -28,7 +21,7 @@ from torchrl.data import (
 )
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.distributed import Client, ShardedReplayBuffer
+from rlbuf_td.distributed import ShardedReplayBuffer
 
 BATCHES = 256, 4_096
 
@@ -78,7 +71,7 @@ def torchrls(stored: int) -> RayReplayBuffer:
     return rb
 
 
-def step(rb: Any, size: int) -> None:
+def step(rb, size: int) -> None:
     batch = rb.sample(size)
     batch["td_error"] = torch.rand(size)
     rb.update_tensordict_priority(batch)
@@ -113,64 +106,6 @@ def compare(stored: int, rounds: int) -> None:
         rb.shutdown()
 
 
-def first_shards(
-    rb: ShardedReplayBuffer, shards: int, home: int | None = None
-) -> Client:
-    """Return a client of the first shards alone: to start some for each measurement
-    would take minutes."""
-    return Client(
-        lambda: (rb.links.handles[:shards], None, ray), rb.spec, None, 0, home
-    )
-
-
-def times_of(
-    rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int
-) -> list[tuple[int, int, int, float]]:
-    rb.empty()
-    for home in range(shards):
-        client = first_shards(rb, shards, home)
-        for _ in range(10):
-            client.extend(rows(stored // shards // 10))
-        client.synchronize()
-    learner = first_shards(rb, shards)
-    sizes = 64, 256, 1_024, 4_096
-    return [
-        (stored, shards, size, seconds([partial(step, learner, size)], rounds, 5)[0])
-        for size in sizes
-    ]
-
-
-def fit(rounds: int, numbers: Sequence[int]) -> None:
-    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers
-    of shards."""
-    with ShardedReplayBuffer(max(numbers), partial(make_buffer, 1_000_000)) as rb:
-        points = [
-            point
-            for shards in numbers
-            for point in times_of(rb, shards, 100_000, rounds)
-        ]
-        few, many = (
-            times_of(rb, min(4, max(numbers)), stored, rounds)
-            for stored in (10_000, 1_000_000)
-        )
-    for (*_, size, before), (*_, after) in zip(few, many, strict=True):
-        print(
-            f"{size:>6} rows: {1e3 * before:.2f} ms of 10,000 stored, {1e3 * after:.2f} ms of 1,000,000"
-        )
-    _, shards, size, taken = np.array(points).T
-    design = np.stack([np.ones_like(taken), shards, size], 1)
-    (fixed, per_shard, per_row), *_ = np.linalg.lstsq(design, taken, rcond=None)
-    explained = (
-        1
-        - ((taken - design @ [fixed, per_shard, per_row]) ** 2).sum()
-        / ((taken - taken.mean()) ** 2).sum()
-    )
-    print(
-        f"time = {1e3 * fixed:.2f} ms + {1e3 * per_shard:.3f} ms * shards + {1e6 * per_row:.3f} us * rows"
-    )
-    print(f"R^2 {explained:.3f}")
-
-
 def start_ray() -> None:
     # the answers of a batch take no detour
     os.environ.setdefault("RAY_max_direct_call_object_size", "1000000")
@@ -196,17 +131,10 @@ def main() -> None:
         "--rows", type=int, default=100_000, help="stored in all shards together"
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit"
-    )
-    parser.add_argument("--fit", action="store_true", help="fit the cost of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     start_ray()
-    if options.fit:
-        fit(options.rounds, options.shards)
-    else:
-        compare(options.rows, options.rounds)
+    compare(options.rows, options.rounds)
 
 
 if __name__ == "__main__":

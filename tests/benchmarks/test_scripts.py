@@ -6,12 +6,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from functools import partial
 from importlib.metadata import version
 
 import pytest
 import torch
-from torchrl.data.replay_buffers import RandomSampler
 
 from tests.benchmarks import (
     bench,
@@ -20,29 +18,11 @@ from tests.benchmarks import (
     device_loops,
     loop_sides,
     loops,
-    memory,
-    options,
     timing,
 )
 from tests.benchmarks.contenders import Ours, TorchRL, available
 
 pytestmark = pytest.mark.slow
-
-
-def test_rows_that_share_observations_are_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    memory.main(
-        ["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "2"]
-    )
-    found = {
-        line.split()[0]: re.findall(r"(\w+) ([\d.]+)x", line)
-        for line in capsys.readouterr().out.splitlines()
-    }
-    for case, most in (("HalfCheetah", 0.65), ("Humanoid", 0.53), ("Atari", 0.14)):
-        measured = {name: float(ratio) for name, ratio in found[case]}
-        assert measured.keys() == {"memory", "sample", "extend", "add"}
-        assert measured["memory"] <= most
 
 
 SIZES = ["--rows", "1000", "--batch", "128", "--rounds", "2"]
@@ -58,21 +38,6 @@ def test_the_benchmark_prints_a_row_for_every_operation(monkeypatch, capsys):
     for words in ("1,000 rows of 167", "128 rows of two", "a Dict of 12 leaves"):
         assert words in " ".join(printed.split())
     assert printed.count(" us ") >= len(timing.WORDS)
-
-
-def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "160")  # in a narrow table, names break
-    monkeypatch.setattr(timing, "CALLS", 1)
-    monkeypatch.setitem(
-        options.OPTIONS,
-        "not compiled",
-        partial(options.made, sampler=lambda _: RandomSampler()),
-    )
-    options.main(["--rows", "1000", "--batch", "16", "--rounds", "1"])
-    printed = capsys.readouterr().out
-    for name in options.OPTIONS:
-        assert re.search(rf"{re.escape(name)} +│.*\dx.*\dx.*\dx", printed), name
-    assert "not sample: TorchRL's code draws" in " ".join(printed.split())
 
 
 def test_every_library_that_is_installed_is_timed():
@@ -180,7 +145,7 @@ def test_uniform_calls_on_a_device_take_few_operations():
     assert 0 < found["uniform, sample"] < 10 > extend > 0
 
 
-def test_each_fault_can_still_be_made() -> None:
+def test_each_fault_can_still_be_made():
     assert not [fault for each in breaks.BREAKS if (fault := breaks.fault_of(each))]
     named = [
         name

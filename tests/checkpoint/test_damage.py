@@ -1,5 +1,5 @@
-"""What is damaged, foreign or forged is refused by name, and the live buffer stays as
-it was."""
+"""What is damaged, foreign, forged or wrong in a dump or a state is refused by name, and
+the live buffer stays as it was."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import functools
 import json
 import operator
 import os
+import pickle
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import CheckpointError, RolloutBuffer
+import rlbuf_td as td
+from rlbuf_td import CheckpointError
 from rlbuf_td.checkpoint import open_checkpoint, save_state
 from rlbuf_td.checkpoint.files import checksum, chunk_name
 from tests.catalogue import assert_same
@@ -231,40 +234,6 @@ def test_what_is_not_ours_is_not_overwritten_but_a_damaged_dump_is(tmp_path):
         rb.dumps(file)
 
 
-def other_keys():
-    rb = make()
-    rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
-    return rb
-
-
-@pytest.mark.parametrize(
-    ("other", "match"),
-    [
-        (
-            lambda: make("rank"),
-            "the dump has a ProportionalSampler as sampler, this buffer a RankSampler; rows_only",
-        ),
-        (lambda: make(lanes=2), r"the saved storage is \[20\] .*, this one \[40, 1\]"),
-        (
-            lambda: RolloutBuffer(20),
-            "the dump has a RingWriter as writer, this buffer a RolloutWriter",
-        ),
-        (other_keys, "the saved rows have other keys, dtypes or shapes"),
-    ],
-)
-def test_other_parts_and_other_keys_are_refused_and_change_nothing(
-    other, match, tmp_path
-):
-    dumped(tmp_path)
-    rb, expected = other(), other()
-    with pytest.raises(CheckpointError, match=match):
-        rb.loads(tmp_path)
-    assert len(rb) == len(expected)
-    if len(rb):
-        assert_same(rb.storage[:], expected.storage[:])
-        assert torch.equal(rb._rng.get_state(), expected._rng.get_state())
-
-
 def test_odd_files_in_a_dump_are_refused(tmp_path):
     dumped(tmp_path)
     file = next((tmp_path / "data").glob("*.bin"))
@@ -313,7 +282,7 @@ def chunks_of(document: dict[str, Any]) -> list[list[Any]]:
     return [chunks for chunks in found if chunks]
 
 
-def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _places(node, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(node, dict):
         return [
             place
@@ -424,3 +393,235 @@ def test_forged_dumps_neither_crash_nor_hang_nor_execute(
             with suppress(*REFUSALS):
                 target.sample()
                 target.extend(transitions(2))
+
+
+STEPS = 70
+
+
+SHARED_KEYS = ["observation"]
+
+
+def queue() -> dict[str, Any]:
+    writer = td.QueueWriter()
+    return {"writer": writer, "sampler": td.QueueSampler(writer)}
+
+
+def reward(batch) -> Tensor:
+    return batch["next", "reward"]
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "uniform": lambda: {"sampler": td.UniformSampler()},
+    "proportional": lambda: {"sampler": td.ProportionalSampler(STEPS)},
+    "rank": lambda: {"sampler": td.RankSampler(STEPS)},
+    "minibatch": lambda: {"sampler": td.MinibatchSampler(3)},
+    "recency": lambda: {"sampler": td.RecencySampler(4.0, 9)},
+    "n-step": lambda: {"sampler": td.NStepSampler(td.UniformSampler(), 3, 0.9)},
+    "hindsight": lambda: {"sampler": td.HindsightSampler(td.UniformSampler(), reward)},
+    "windows": lambda: {"sampler": td.SequenceSampler(td.UniformSampler(), 2)},
+    "reservoir": lambda: {"writer": td.ReservoirWriter()},
+    "rollout": lambda: {"writer": td.RolloutWriter()},
+    "queue": queue,
+    "deduplicated": lambda: {
+        "storage": td.PackedStorage(STEPS, share_next=SHARED_KEYS)
+    },
+}
+
+
+def filled(name: str, count: int = 30) -> td.ReplayBuffer:
+    generator = torch.Generator().manual_seed(0)
+    parts = {"storage": td.PackedStorage(STEPS)} | PARTS[name]()
+    rb = td.ReplayBuffer(batch_size=8, generator=generator, **parts)
+    rows = transitions(count)
+    rows["state_value"] = rows["next", "state_value"] = rows["next", "reward"].clone()
+    rows["next", "observation"] = rows["observation"].roll(-1, 0)
+    rb.extend(rows)
+    if count:
+        rb.sample()
+    return rb
+
+
+def flat(state) -> list[Any]:
+    return [
+        x.numpy().tobytes() if isinstance(x, Tensor) else x
+        for x in tree_flatten(state)[0]
+    ]
+
+
+NOT_A_COUNT = [-5, 10**12, 2.5, "one", None]
+STORAGE: dict[str, list[Any]] = {
+    "_len": [29, 31, STEPS, *NOT_A_COUNT],
+    "rows": [None, lambda x: x[:-1], lambda x: x[:, :-1], lambda x: x.long()],
+    "layout": [None, {}],
+    "row_class": [True, "x", [["x"]], [[[1], "x", "y"]], [[["x"], "y"]]],
+    "ring": [{}, 5],
+    "ring.steps": [29, None, 1.0],
+    "ring.is_estimated": [1, None],
+    "ring.value_rows": [-1, 2**62 + 1, None],
+    "ring.head": [
+        None,
+        lambda x: x[:-1],
+        lambda x: x.float(),
+        lambda x: x - 1,
+        lambda x: x[[1, 0]],
+    ],
+}
+ENTRIES: dict[str, list[Any]] = {
+    "entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]],
+    "deduplicated": [None, [[]]],
+}
+PRIORITIES: dict[str, list[Any]] = {
+    "alpha": [-1.0, float("nan"), None],
+    "beta": [-1.0],
+    "largest": [-0.5, float("inf"), float("nan"), None],
+    "max_capacity": [STEPS - 1, None],
+    "weight_norm": ["other"],
+    "magnitude": [
+        lambda x: x - 3,
+        lambda x: x[:-1],
+        lambda x: x.half(),
+        lambda x: x / 0,
+    ],
+}
+WRITER: dict[str, list[Any]] = {
+    "_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:],
+    "_write_count": [-5, 2.5, "one", 2**63],
+}
+WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
+    "uniform": {
+        "_storage": STORAGE,
+        "_writer": WRITER,
+        "": {"_batch_size": [-1, 1.5], "_rng": [(Tensor(3), "cpu"), 3]},
+    },
+    "proportional": {
+        "_sampler": PRIORITIES | {"eps": [-1.0], "min_priority": [float("nan")]}
+    },
+    "rank": {"_sampler": PRIORITIES},
+    "minibatch": {
+        "_sampler": {
+            "order": [
+                lambda x: x + 1,
+                lambda x: x * 0,
+                lambda x: x[:-1],
+                lambda x: x.float(),
+                5,
+            ],
+            "position": [-1, 31, None],
+            "epoch": [-1, 3, None],
+            "epochs": [0, None],
+            "len_storage": [-1, 29, None],
+        }
+    },
+    "recency": {
+        "_sampler": {"half_life": [0.0, float("nan"), None], "window": [0, "one"]}
+    },
+    "deduplicated": {"_storage": ENTRIES},
+    "n-step": {
+        "_storage": {
+            "episodes.back": [lambda x: x[:, 1:]],
+            "episodes.following": [Tensor.int],
+            "episodes.done_key": [[]],
+        },
+        "_sampler": {
+            "settings.n_steps": [0, None],
+            "settings.gamma": [1.5, None],
+            "settings": [None, {"k": 1}],
+        },
+    },
+    "hindsight": {
+        "_sampler": {"settings.her_ratio": [1.5], "settings.future_gamma": [-1.0]}
+    },
+    "windows": {"_sampler": {"settings.eta": [2.0]}},
+    "reservoir": {
+        "_writer": {
+            "_write_count": [-1, 0.5, None],
+            "following": [-1, 5],
+            "threshold": [5, 2**62, None],
+        }
+    },
+    "rollout": {"_writer": WRITER, "_storage": STORAGE},
+    "queue": {"_writer": WRITER | {"taken": [-1, 31, None]}},
+}
+
+
+def put(state, path: str, wrong):
+    """Return a copy of a state with another value at ``path``."""
+    state = copy.deepcopy(state)
+    *levels, last = [name for name in path.split(".") if name]
+    inner = state
+    for name in levels:
+        inner = inner[name]
+    inner[last] = wrong(inner[last]) if callable(wrong) else wrong
+    return state
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_number_is_refused_and_changes_nothing(name):
+    state = filled(name).state_dict()
+    rb = filled(name, count=20)
+    before = flat(rb.state_dict())
+    kept = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer}
+    for part, paths in WRONG[name].items():
+        for path, numbers in paths.items():
+            for wrong in numbers:
+                bad = put(state, f"{part}.{path}", wrong)
+                loads = [(rb, bad)] + ([(kept[part], bad[part])] if part else [])
+                for into, wrong_state in loads:
+                    with pytest.raises(ValueError, match=r"."):
+                        into.load_state_dict(wrong_state)
+                    assert flat(rb.state_dict()) == before, (part, path, wrong)
+    rb.load_state_dict(state)
+    assert flat(rb.storage.state_dict()["rows"]) == flat(state["_storage"]["rows"])
+
+
+def test_a_damaged_or_foreign_dump_of_the_storage_is_refused(tmp_path):
+    rb, into = filled("uniform"), filled("uniform", count=20)
+    rb.storage.dumps(tmp_path)
+    (file,), before = tmp_path.iterdir(), flat(into.storage.state_dict())
+    data = file.read_bytes()
+    for wrong in (data[: len(data) // 2], b"", pickle.dumps(rb.storage, protocol=2)):
+        file.write_bytes(wrong)
+        with pytest.raises(
+            ValueError, match="is damaged, or no dump of a PackedStorage"
+        ):
+            into.storage.loads(tmp_path)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"from_torchrl\(folder\) reads dumps"):
+        into.storage.loads(tmp_path)
+    assert flat(into.storage.state_dict()) == before
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("uniform", "_cursor"), ("uniform", "_write_count"), ("queue", "taken"), ("rollout", "_write_count"),
+    ("reservoir", "following"),
+])  # fmt: skip
+def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name, key, tmp_path):
+    writer, into = filled(name).writer, filled(name, count=20).writer
+    writer.dumps(tmp_path)
+    file, before = tmp_path / "writer.pt", into.state_dict()
+    saved = torch.load(file, weights_only=True)
+    for wrong in (-1, "one", 1 << 63, None):
+        torch.save(saved | {key: wrong}, file)
+        with pytest.raises(ValueError, match=r"saved|state"):
+            into.loads(tmp_path)
+        assert into.state_dict() == before
+    torch.save(saved, file)
+    into.loads(tmp_path)
+    # the rows tell it
+    assert into.state_dict() | {"_cursor": 0} == writer.state_dict() | {"_cursor": 0}
+
+
+def test_forged_numbers_of_episodes_reach_no_other_memory():
+    rb = filled("n-step")
+    state = rb.storage.state_dict()
+    saved = state["episodes"]
+    forged = {
+        "back": torch.full_like(saved["back"], 2**31 - 1),
+        "following": torch.full_like(saved["following"], 2**62),
+    }
+    rb.storage.load_state_dict(state | {"episodes": saved | forged})
+    back, ahead, _ = td.TrajectoryIndex(rb.storage).reach(torch.arange(30))
+    assert back.min() >= 0
+    assert ahead.min() >= 0
+    assert (back + ahead).max() < 30
+    rb.sample()

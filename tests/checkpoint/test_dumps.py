@@ -1,5 +1,5 @@
-"""What a dump holds, where and how often it is written, what a kill leaves, and what is
-loaded of it."""
+"""What a dump holds, where and how often it is written, what a kill leaves, what is
+loaded of it, and that transforms stay the buffer's own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.envs import Compose, DoubleToFloat, RewardScaling
 
 import rlbuf_td as td
-from rlbuf_td.checkpoint import buffer, files, open_checkpoint
+from rlbuf_td import PackedStorage, ReplayBuffer, ReplayBufferMixture
+from rlbuf_td.checkpoint import CheckpointError, buffer, files, open_checkpoint
 from tests.catalogue import SAMPLERS, assert_same
 
 
@@ -30,8 +32,8 @@ def make(
     lanes: int = 0,
     *,
     seed: int | None = 0,
-    storage: Any = None,
-    **kwargs: Any,
+    storage=None,
+    **kwargs,
 ) -> td.ReplayBuffer:
     """Return an empty storage of ``steps`` time steps, with a generator of its own
     unless ``seed`` is ``None``."""
@@ -71,33 +73,6 @@ def step(rb: td.ReplayBuffer, number: int, lanes: int = 0) -> TensorDictBase:
     batch["td_error"] = torch.sin(batch["observation"].sum(-1)) * (1 + number % 5)
     rb.update_tensordict_priority(batch)
     return batch
-
-
-def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
-    rb = make("rank")
-    rb.extend(transitions(5))
-    # schedulers change these
-    rb.sampler.alpha, rb.sampler.beta, rb.sampler.stratified = 0.3, 0.9, False
-    rb.writer._write_count = 2**62
-    rb.save(str(tmp_path / "a" / "b"))
-    again = make("rank")
-    generator = again._rng
-    again.load(tmp_path / "a" / "b")
-    assert (again.sampler.alpha, again.sampler.beta, again.sampler.stratified) == (
-        0.3,
-        0.9,
-        False,
-    )
-    assert again.write_count == 2**62
-    assert again._rng is generator
-
-
-def test_a_dump_of_one_row_is_loaded(tmp_path):
-    rb, other = make(), make()
-    rb.extend(transitions(1))
-    rb.dumps(tmp_path)
-    other.loads(tmp_path)
-    assert_same(other.chronological(), rb.chronological())
 
 
 def test_without_a_generator_the_state_of_torchs_own_decides(tmp_path):
@@ -360,7 +335,7 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
         buffer.refuse(rb, {"_writer": {}, "_rng": (state[:5], "cpu")})
 
 
-def small(**kwargs: Any) -> td.ReplayBuffer:
+def small(**kwargs) -> td.ReplayBuffer:
     return td.ReplayBuffer(
         storage=td.PackedStorage(8, **kwargs),
         sampler=td.ProportionalSampler(8),
@@ -388,7 +363,7 @@ FOUR = TensorDict(
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_are_saved_and_loaded(part: str, tmp_path: Path):
+def test_parts_are_saved_and_loaded(part, tmp_path):
     path = [str, Path][len(part) % 2]
     one, other = PARTS[part](), PARTS[part]()
     if part in ("buffer", "storage"):
@@ -472,3 +447,108 @@ def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(
         assert generation >= last
         assert (numbers == quarters(generation, rows)[:, None]).all()
         assert rb.write_count == rows + generation * (rows // 4)
+
+
+THREE = TensorDict(
+    {"observation": torch.zeros(3, 2), "next": {"reward": torch.ones(3, 1)}}, [3]
+)
+
+
+def scaled(*scales: float):
+    parts = [
+        RewardScaling(0.0, scale, in_keys=[("next", "reward")]) for scale in scales
+    ]
+    return parts[0] if len(parts) == 1 else Compose(*parts)
+
+
+def transformed(transform=None) -> ReplayBuffer:
+    kwargs = {} if transform is None else {"transform": transform}
+    return ReplayBuffer(storage=PackedStorage(10), batch_size=2, **kwargs)
+
+
+def saved_with(transform, folder: Path) -> Path:
+    rb = transformed(transform)
+    rb.extend(THREE)
+    rb.dumps(folder)
+    return folder
+
+
+def reward_of(rb) -> float:
+    return rb.sample()["next", "reward"].unique().item()
+
+
+def to_float():
+    return DoubleToFloat(in_keys=["observation"])
+
+
+#: Makers of the saved transform and of the buffer's own, and the reward then.
+PAIRS: dict[str, tuple[Any, Any, float]] = {
+    "none now": (lambda: scaled(0.1), lambda: None, 1.0),
+    "none saved": (lambda: None, lambda: scaled(0.1), 0.1),
+    "other numbers": (lambda: scaled(0.1), lambda: scaled(0.5), 0.5),
+    "one of two": (lambda: scaled(0.1, 0.1), lambda: scaled(0.5), 0.5),
+    "two of one": (lambda: scaled(0.1), lambda: scaled(0.5, 0.5), 0.25),
+    "without tensors": (to_float, lambda: scaled(0.5), 0.5),
+    "another kind": (lambda: scaled(0.1), to_float, 1.0),
+}
+
+
+@pytest.mark.parametrize("rows_only", [False, True])
+@pytest.mark.parametrize(("saved", "own", "reward"), PAIRS.values(), ids=PAIRS)
+def test_a_load_keeps_the_buffers_own_transforms(
+    saved, own, reward, rows_only, tmp_path
+):
+    folder = saved_with(saved(), tmp_path)
+    rb = transformed(own())
+    rb.loads(folder, rows_only=rows_only)
+    assert len(rb) == 3
+    assert reward_of(rb) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("rows_only", [False, True])
+def test_a_load_gives_transforms_the_saved_tensors_on_request(rows_only, tmp_path):
+    folder = saved_with(scaled(0.1), tmp_path)
+    rb = transformed(scaled(0.5))
+    rb.loads(folder, rows_only=rows_only, transforms=True)
+    assert reward_of(rb) == pytest.approx(0.1)
+
+
+def test_a_mixture_loads_the_transforms_of_its_members_on_request(tmp_path):
+    def mixture(scale: float) -> ReplayBufferMixture:
+        members = {name: transformed(scaled(scale)) for name in ("a", "b")}
+        return ReplayBufferMixture(members, {"a": 1, "b": 1}, batch_size=4)
+
+    mixed = mixture(0.1)
+    for name in mixed.names:
+        mixed.extend(THREE, name)
+    mixed.dumps(tmp_path)
+    for transforms, reward in ((False, 0.5), (True, 0.1)):
+        other = mixture(0.5)
+        other.loads(tmp_path, transforms=transforms)
+        assert reward_of(other) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        (lambda: scaled(0.1), lambda: None),
+        (lambda: None, lambda: scaled(0.1)),
+        (lambda: scaled(0.1), to_float),
+        (lambda: scaled(0.1, 0.1), lambda: scaled(0.5)),
+    ],
+    ids=["none now", "none saved", "another kind", "one of two"],
+)
+def test_other_transforms_do_not_take_the_saved_tensors(saved, own, tmp_path):
+    folder = saved_with(saved(), tmp_path)
+    rb = transformed(own())
+    rb.extend(THREE[:1])
+    said = "the saved transforms have the tensors .*, those of this buffer .*: make it with the same transforms"
+    with pytest.raises(CheckpointError, match=said):
+        rb.loads(folder, transforms=True)
+    filled = transformed(saved())
+    filled.extend(THREE)
+    with pytest.raises(ValueError, match=said):
+        rb.load_state_dict(filled.state_dict())
+    assert len(rb) == 1
+    rb.loads(folder)  # the remedy
+    assert len(rb) == 3

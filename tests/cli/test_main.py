@@ -11,7 +11,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -199,14 +198,14 @@ class Image(gymnasium.ObservationWrapper):
         super().__init__(gymnasium.make("CartPole-v1"))
         self.observation_space = gymnasium.spaces.Box(0, 255, (2, 3, 3), np.uint8)
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation):
         return self.observation_space.sample()
 
 
 class Endless(Walk):
     """An environment whose episodes never end."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         obs, reward, *_, info = super().step(action)
         return obs, reward, False, False, info
 
@@ -214,7 +213,7 @@ class Endless(Walk):
 class Interrupted(Walk):
     """The user presses Ctrl-C after a few hundred steps."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         if len(self.history) == 80:
             raise KeyboardInterrupt
         return super().step(action)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -279,7 +278,7 @@ def healthy(lanes: int, observer: str = "vector") -> TensorDict:
     return _healthy(lanes, observer).clone()
 
 
-def held(rows: TensorDict, holder: str) -> Any:
+def held(rows: TensorDict, holder: str):
     """Return rows ``[T, E]`` in a buffer; in a ring, the oldest fifth has been
     overwritten."""
     if rows.shape[1] == 1:
@@ -316,7 +315,7 @@ def in_unlike_lanes(rows: TensorDict, share_next: bool = False) -> ReplayBuffer:
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_healthy_buffer_gives_no_finding(holder: str) -> None:
+def test_a_healthy_buffer_gives_no_finding(holder):
     assert check(held(healthy(1, "vector"), holder)).healthy
     report = check(held(healthy(3, "nested"), holder))
     assert report.healthy
@@ -331,7 +330,7 @@ PLACES = [
 ]
 
 
-def test_trajectories_in_longer_stretches_give_no_finding() -> None:
+def test_trajectories_in_longer_stretches_give_no_finding():
     rows = healthy(3)
     done = rows["next", "done"].reshape(rows.shape).long()
     episode = done.cumsum(0) - done
@@ -359,9 +358,7 @@ def test_a_rollout_of_environments_that_alternate_gives_their_finding(mix, code)
     ("name", "lanes", "observer", "holder"),
     [(name, *PLACES[(j + k) % 4]) for j, name in enumerate(FAULTS) for k in (0, 1)],
 )
-def test_a_fault_gives_exactly_its_finding(
-    name: str, lanes: int, observer: str, holder: str
-) -> None:
+def test_a_fault_gives_exactly_its_finding(name, lanes, observer, holder):
     fault, needed, code = FAULTS[name]
     report = check(held(fault(healthy(needed or lanes, observer)), holder))
     assert report.codes == [code]
@@ -370,7 +367,7 @@ def test_a_fault_gives_exactly_its_finding(
 @pytest.mark.parametrize(
     "name", [name for name, (_, lanes, _) in FAULTS.items() if lanes < 2]
 )
-def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
+def test_a_fault_is_found_in_lanes_of_unlike_lengths(name):
     fault, lanes, code = FAULTS[name]
     report = check(held(fault(healthy(lanes or 3, "nested")), "unlike lanes"))
     assert report.codes == [code]
@@ -380,7 +377,7 @@ def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes]
 )
-def test_a_fault_is_found_in_rows_with_trajectory_ids(name: str) -> None:
+def test_a_fault_is_found_in_rows_with_trajectory_ids(name):
     fault, _, code = FAULTS[name]
     rows = healthy(2)
     ended = rows["next", "done"][..., 0].roll(1, 0)
@@ -393,7 +390,7 @@ def test_a_fault_is_found_in_rows_with_trajectory_ids(name: str) -> None:
         assert check(fault(rows)).codes == [code]
 
 
-def test_a_finding_names_the_rows_at_fault() -> None:
+def test_a_finding_names_the_rows_at_fault():
     rows = healthy(1)
     ends = rows["next", "done"].flatten().nonzero()[:, 0].tolist()
     lost = check(FAULTS["same-step autoreset"][0](rows.clone()))[0]
@@ -414,9 +411,7 @@ def test_a_finding_names_the_rows_at_fault() -> None:
         assert words in finding.explanation
 
 
-def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them() -> (
-    None
-):
+def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them():
     rb = in_unlike_lanes(healthy(3))
     at = [
         (t, e)
@@ -437,21 +432,6 @@ def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them()
     assert sorted(finding.rows) == at
 
 
-def test_a_single_wrong_flag_among_thousands_is_found() -> None:
-    rows = healthy(1)
-    (at,) = [
-        t for t in range(100, 1_000) if not rows["next", "done"][t - 5 : t + 5].any()
-    ][:1]
-    for change, code in (
-        ("done", "done-without-reset"),
-        ("terminated", "terminated-without-done"),
-    ):
-        bad = rows.clone()
-        bad["next", change][at] = True
-        (finding,) = check(bad[:, 0])
-        assert (finding.code, finding.rows, finding.count) == (code, (at,), 1)
-
-
 def endless(steps: int) -> TensorDict:
     place, no = (
         torch.arange(steps + 1.0).unsqueeze(-1),
@@ -463,13 +443,13 @@ def endless(steps: int) -> TensorDict:
     )
 
 
-def test_a_lane_without_an_end_is_a_fault_only_if_it_is_long() -> None:
+def test_a_lane_without_an_end_is_a_fault_only_if_it_is_long():
     assert check(endless(500)).healthy
     (finding,) = check(endless(20_000))
     assert (finding.code, finding.count) == ("done-never", 20_000)
 
 
-def test_pieces_of_lanes_that_have_not_ended_yet_are_no_fault_with_ids() -> None:
+def test_pieces_of_lanes_that_have_not_ended_yet_are_no_fault_with_ids():
     rows = walk(20, 12, limit=10_000)
     rows = rows[:4]  # nothing has ended
     assert not rows["next", "done"].any()
@@ -479,7 +459,7 @@ def test_pieces_of_lanes_that_have_not_ended_yet_are_no_fault_with_ids() -> None
     assert check(rows[:2].transpose(0, 1).reshape(-1)).healthy
 
 
-def test_games_that_often_end_with_the_first_step_are_no_fault() -> None:
+def test_games_that_often_end_with_the_first_step_are_no_fault():
     generator = torch.Generator().manual_seed(0)
     observation = torch.randn(500, 4, generator=generator)
     done = torch.rand(500, 1, generator=generator) < 0.7
@@ -492,7 +472,7 @@ def test_games_that_often_end_with_the_first_step_are_no_fault() -> None:
     assert check(rows).healthy
 
 
-def test_coincidences_beside_a_number_that_never_repeats_are_no_fault() -> None:
+def test_coincidences_beside_a_number_that_never_repeats_are_no_fault():
     generator = torch.Generator().manual_seed(0)
     place = torch.randint(0, 5, (60, 10, 2), generator=generator).float()
     battery = torch.rand(60, 10, 1, generator=generator)
@@ -508,7 +488,7 @@ def test_coincidences_beside_a_number_that_never_repeats_are_no_fault() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 )
-def test_observations_of_a_few_small_numbers_are_told_apart(dtype: torch.dtype) -> None:
+def test_observations_of_a_few_small_numbers_are_told_apart(dtype):
     seen = torch.cartesian_prod(*[torch.arange(3)] * 6).to(dtype)
     seen = seen[torch.randperm(3**6, generator=torch.Generator().manual_seed(0))]
     rows = {
@@ -523,7 +503,7 @@ def test_observations_of_a_few_small_numbers_are_told_apart(dtype: torch.dtype) 
     )
 
 
-def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
+def test_rows_without_next_observations_are_checked_for_the_rest():
     rows = healthy(1)[:, 0].exclude(("next", "observation"))
     report = check(rows)
     assert report.healthy
@@ -540,7 +520,7 @@ def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
     assert "ndim=2" in check(storage).skipped[0]
 
 
-def test_rows_without_an_order_of_time_are_not_checked_for_it() -> None:
+def test_rows_without_an_order_of_time_are_not_checked_for_it():
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key")
     )
@@ -575,7 +555,7 @@ def normalised_pendulum() -> EnvBase:
 
 @cache
 def collected(
-    make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings: Any
+    make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings
 ) -> tuple[TensorDict, ...]:
     torch.manual_seed(0)
     env = SerialEnv(lanes, make) if lanes else make()
@@ -609,9 +589,7 @@ def collected(
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
 )
-def test_what_a_collector_fills_is_healthy(
-    make: Any, lanes: int, buffer: Any, settings: dict[str, Any]
-) -> None:
+def test_what_a_collector_fills_is_healthy(make, lanes, buffer, settings):
     rb = buffer()
     for data in collected(make, lanes, **settings):
         rb.extend(data.clone())
@@ -623,7 +601,7 @@ def test_what_a_collector_fills_is_healthy(
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
 )
-def test_rollouts_are_healthy() -> None:
+def test_rollouts_are_healthy():
     network = TensorDictModule(
         lambda observation: observation[..., :1] * 0.5, ["observation"], ["state_value"]
     )
@@ -654,9 +632,7 @@ def rows() -> TensorDict:
         (("next", "reward"), float("-inf")),
     ],
 )
-def test_a_value_that_is_not_finite_is_found_once(
-    rows: TensorDict, key: Any, value: float
-) -> None:
+def test_a_value_that_is_not_finite_is_found_once(rows, key, value):
     for t in (7, 700, 701):
         rows[key][t, 0] = value
     (finding,) = check(rows)
@@ -670,8 +646,8 @@ def test_a_value_that_is_not_finite_is_found_once(
 
 
 def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(
-    rows: TensorDict,
-) -> None:
+    rows,
+):
     rows["action"] = rows["action"].float()
     # of actions that a mask excludes
     rows["logits"] = torch.full((1_200, 2), float("-inf"))
@@ -739,9 +715,7 @@ SPEC = Composite(
     [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]],
     ids=["Box", "Dict", "C", ""],
 )
-def test_an_observation_out_of_its_bounds_is_found(
-    rows: TensorDict, space: Any
-) -> None:
+def test_an_observation_out_of_its_bounds_is_found(rows, space):
     assert check(rows, space=space).codes == []
     rows["observation"][33, 1] = 9.5
     rows["next", "observation"][32, 1] = 9.5
@@ -749,9 +723,7 @@ def test_an_observation_out_of_its_bounds_is_found(
     assert found == {("observation",): (33,), ("next", "observation"): (32,)}
 
 
-def test_bounds_are_those_of_the_parts_of_a_space_or_of_one_of_several_environments() -> (
-    None
-):
+def test_bounds_are_those_of_the_parts_of_a_space_or_of_one_of_several_environments():
     space = Dict(
         camera=Dict(pixels=Box(100, 255, (1, 12, 12), np.uint8)),
         body=Dict(speed=Box(-9, 9, (3,))),
@@ -775,8 +747,8 @@ def test_bounds_are_those_of_the_parts_of_a_space_or_of_one_of_several_environme
 
 
 def test_entries_of_float64_are_found_once_and_the_environment_is_taken_by_name(
-    rows: TensorDict,
-) -> None:
+    rows,
+):
     for key in ("observation", ("next", "observation")):
         rows[key] = rows[key].double()
     (found,) = check(rows)
@@ -796,7 +768,7 @@ def test_entries_of_float64_are_found_once_and_the_environment_is_taken_by_name(
         check(rows, space="CartPole-v17")
 
 
-def test_a_check_changes_nothing(rows: TensorDict) -> None:
+def test_a_check_changes_nothing(rows):
     rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=4)
     rb.extend(rows)
     before = rb.storage.rows.matrix.clone()

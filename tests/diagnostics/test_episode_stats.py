@@ -34,7 +34,7 @@ class Oracle:
         self.open: dict[Any, list[dict[str, float]]] = defaultdict(list)
         self.ended: list[dict[str, float]] = []
 
-    def step(self, trajectory: Any, step: dict[str, float]) -> None:
+    def step(self, trajectory, step: dict[str, float]) -> None:
         self.steps += 1
         self.open[trajectory].append(step)
         if not step["done"]:
@@ -105,7 +105,7 @@ def play(lanes: int, steps: int, seed: int, *, ids: bool = False) -> TensorDict:
     return data
 
 
-def tell(oracle: Oracle, row: TensorDict, trajectory: Any) -> None:
+def tell(oracle: Oracle, row: TensorDict, trajectory) -> None:
     step = {
         name: float(row["next", name])
         for name in ("reward", "speed", "fuel", "done", "terminated", "truncated")
@@ -274,7 +274,7 @@ def test_a_listener_that_writes_again_leaves_the_counted_steps_as_they_are():
     class Echo(UniformSampler):
         again: Any = None
 
-        def mark_update(self, index: Any, *, storage: Any = None) -> None:
+        def mark_update(self, index, *, storage=None) -> None:
             data, self.again = self.again, None
             if data is not None:
                 rb.extend(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
 
 
 def filled(
-    sampler: Any = None, capacity: int = 40, rows: int = 30, **settings: Any
+    sampler=None, capacity: int = 40, rows: int = 30, **settings
 ) -> td.ReplayBuffer:
     rb = td.ReplayBuffer(
         storage=td.PackedStorage(capacity), sampler=sampler, batch_size=8, **settings
@@ -114,12 +113,14 @@ def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
     )
     rb.extend(data)
     rb.update_priority(torch.arange(40), torch.arange(40.0))
-    step = rb.sample()["step"]
-    health = rb.health()
+    batch, health = rb.sample(), rb.health()
+    weight = batch["priority_weight"].double()
+    mass = (torch.arange(40.0).double() + 1e-8) ** 0.6
     assert health["priority_max"] == 39.0
-    assert health["top_mass"] > 0.02
-    assert health["effective_sample_size"] > 0
-    assert health["age_max"] == 9 - int(step.min())
+    assert health["top_mass"] == pytest.approx(float(mass[-1] / mass.sum()))
+    share = float(weight.sum() ** 2 / weight.square().sum())
+    assert health["effective_sample_size"] == pytest.approx(share)
+    assert health["age_max"] == 9 - int(batch["step"].min())
 
 
 @pytest.mark.parametrize(
@@ -140,14 +141,14 @@ def test_an_age_is_measured_at_the_draw():
 
 def test_numbers_of_unknown_samplers_and_writers_are_left_out():
     class Third(Sampler):
-        def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict]:
+        def sample(self, storage, batch_size: int) -> tuple[torch.Tensor, dict]:
             return torch.full((batch_size,), 2), {}
 
         def _empty(self) -> None: ...
-        def dumps(self, path: Any) -> None: ...
-        def loads(self, path: Any) -> None: ...
-        def state_dict(self) -> Any: ...
-        def load_state_dict(self, state_dict: Any) -> None: ...
+        def dumps(self, path) -> None: ...
+        def loads(self, path) -> None: ...
+        def state_dict(self): ...
+        def load_state_dict(self, state_dict) -> None: ...
 
     rb = td.ReplayBuffer(storage=td.PackedStorage(10), sampler=Third(), batch_size=3)
     rb.extend(numbered(0, 5)[0])

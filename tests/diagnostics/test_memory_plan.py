@@ -3,7 +3,6 @@ room."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -23,12 +22,12 @@ from rlbuf_td.diagnostics.memory_plan import MemoryPlan, priority_bytes
 from rlbuf_td.storages.memory_budget import Room
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.catalogue import SCHEMAS, Schema, transitions
+from tests.catalogue import SCHEMAS, transitions
 
 GIB = 1 << 30
 
 
-def taken(tensors: Any) -> int:
+def taken(tensors) -> int:
     blocks = {
         block.data_ptr(): block.nbytes()
         for block in (tensor.untyped_storage() for tensor in tensors)
@@ -36,7 +35,7 @@ def taken(tensors: Any) -> int:
     return sum(blocks.values())
 
 
-def state_of(sampler: Any) -> int:
+def state_of(sampler) -> int:
     if isinstance(sampler, td.ProportionalSampler):
         return taken(sampler.tree.tensors().values())
     if isinstance(sampler, td.RankSampler):
@@ -47,7 +46,7 @@ def state_of(sampler: Any) -> int:
 @pytest.mark.parametrize(
     "schema", [each for each in SCHEMAS.values() if not each.element], ids=str
 )
-def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
+def test_rows_are_planned_byte_for_byte(schema):
     lanes = (3,)
     example = transitions(schema, None, lanes)
     needed = td.plan(example, 100)
@@ -75,16 +74,14 @@ def test_rows_are_planned_byte_for_byte(schema: Schema) -> None:
     ("name", "kind"),
     [("proportional", td.ProportionalSampler), ("rank", td.RankSampler)],
 )
-def test_priorities_are_planned_byte_for_byte(
-    name: str, kind: Any, capacity: int
-) -> None:
+def test_priorities_are_planned_byte_for_byte(name, kind, capacity):
     sampler = kind(capacity)
     assert {priority_bytes(way, capacity) for way in (kind, sampler, name)} == {
         state_of(sampler)
     }
 
 
-def test_samplers_of_others_are_planned_too() -> None:
+def test_samplers_of_others_are_planned_too():
     assert (
         priority_bytes(td.UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
     )
@@ -97,9 +94,7 @@ def test_samplers_of_others_are_planned_too() -> None:
 
 
 @pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
-def test_the_trajectory_index_is_planned_byte_for_byte(
-    ndim: int, lanes: tuple[int, ...]
-) -> None:
+def test_the_trajectory_index_is_planned_byte_for_byte(ndim, lanes):
     rb = td.ReplayBuffer(storage=td.PackedStorage(10_000, ndim=ndim), dim_extend=0)
     index = TrajectoryIndex(rb.storage)
     rb.extend(transitions(SCHEMAS["halfcheetah"], 5, lanes))
@@ -113,8 +108,8 @@ def test_the_trajectory_index_is_planned_byte_for_byte(
 
 
 def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     storage = td.PackedStorage(1_000, scratch_dir=tmp_path / "rows")
     rb = td.ReplayBuffer(storage=storage, sampler=td.RankSampler(1_000))
     rb.extend(transitions(SCHEMAS["vector"], 3))
@@ -136,9 +131,7 @@ def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(
     "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
 )
 @pytest.mark.parametrize(("library", "num_envs"), [("torchrl", 3), ("gymnasium", 0)])
-def test_an_environment_is_planned_as_the_buffer_made_from_it(
-    library: str, num_envs: int
-) -> None:
+def test_an_environment_is_planned_as_the_buffer_made_from_it(library, num_envs):
     env: Any
     if library == "torchrl":
         env = (
@@ -164,9 +157,9 @@ def planned(
     monkeypatch: pytest.MonkeyPatch,
     capacity: int = 1_000_000,
     *,
-    memory: Any,
-    disk: Any,
-    **settings: Any,
+    memory,
+    disk,
+    **settings,
 ) -> MemoryPlan:
     """Plan 1,000,000 rows of about 11.7 GiB on a machine with so much room."""
     rooms = Room("RAM", memory, memory and 2 * memory), Room("disk (here)", disk, disk)
@@ -180,8 +173,8 @@ def planned(
 
 
 def test_what_fits_needs_no_remedy_and_every_part_has_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     needed = planned(monkeypatch, memory=20 * GIB, disk=0, sampler="rank")
     text = str(needed)
     assert (needed.fits, needed.remedy) == (True, "")
@@ -202,8 +195,8 @@ def test_what_fits_needs_no_remedy_and_every_part_has_a_line(
 
 
 def test_what_does_not_fit_is_told_with_every_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     needed = planned(monkeypatch, memory=GIB, disk=20 * GIB, sampler="proportional")
     assert not needed.fits
     smaller, elsewhere, images = needed.remedy.splitlines()

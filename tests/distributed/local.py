@@ -59,7 +59,7 @@ class Process:
         self.is_frozen = False
         self.waiting: list[Later] = []
 
-    def answer(self, call: Callable[[], Any]) -> Any:
+    def answer(self, call: Callable[[], Any]):
         if not self.is_frozen:
             return call()
         self.waiting.append(Later(call))
@@ -78,13 +78,13 @@ class Method:
     def options(self, max_task_retries: int) -> Method:
         return self
 
-    def remote(self, *given: Any) -> Any:
+    def remote(self, *given):
         """Call the method at once; return what came out of it, as bytes."""
         handle = self.handle
         handle.calls.append(self.name)
         return handle.process.answer(partial(self._call, pickle.dumps(given)))
 
-    def _call(self, given: bytes) -> Any:
+    def _call(self, given: bytes):
         if self.handle.is_lost:
             return ActorUnavailableError("lost", None)
         try:
@@ -126,11 +126,11 @@ class LocalLimiter:
             lambda: None, flow.samples_per_insert, flow.min_size, flow.given_tolerance
         )
 
-    def __getattr__(self, name: str) -> Any:
-        def remote(*given: Any, **named: Any) -> Any:
+    def __getattr__(self, name: str):
+        def remote(*given, **named):
             return self.process.answer(partial(call, *given, **named))
 
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*given, **named):
             try:
                 result = getattr(self.limiter, name)(*given, **named)
                 return (
@@ -145,7 +145,7 @@ class LocalLimiter:
 class LocalEngine:
     """Ray's ``get`` and ``wait``, which wait for no answer."""
 
-    def get(self, answer: Any, timeout: float | None = None) -> Any:
+    def get(self, answer, timeout: float | None = None):
         if isinstance(answer, Later):
             if not answer.is_there:
                 assert timeout is not None, "this call would wait forever"
@@ -166,19 +166,19 @@ class LocalEngine:
         assert is_enough or timeout is not None, "this call would wait forever"
         return found, late
 
-    def cancel(self, answer: Any) -> None:
+    def cancel(self, answer) -> None:
         pass
 
 
 def connect(
-    handles: list[LocalHandle], flow: Any
+    handles: list[LocalHandle], flow
 ) -> tuple[list[LocalHandle], Any, LocalEngine]:
     return handles, flow, LocalEngine()
 
 
 class World:
     def __init__(
-        self, shards: int, make_buffer: Callable[[], ReplayBuffer], flow: Any = None
+        self, shards: int, make_buffer: Callable[[], ReplayBuffer], flow=None
     ) -> None:
         self.agreed = LocalLayout()
         self.handles = [LocalHandle(make_buffer, self.agreed) for _ in range(shards)]

@@ -25,7 +25,7 @@ def rows(first: int, count: int) -> TensorDict:
     )
 
 
-def proportional(stratified: bool = True, weight_norm: Any = "buffer") -> ReplayBuffer:
+def proportional(stratified: bool = True, weight_norm="buffer") -> ReplayBuffer:
     sampler = ProportionalSampler(
         400, ALPHA, BETA, stratified=stratified, weight_norm=weight_norm
     )
@@ -53,7 +53,7 @@ def fill(world: World, count: int) -> int:
     return first
 
 
-def begun(shards: int, count: int, **options: Any) -> tuple[World, Any]:
+def begun(shards: int, count: int, **options) -> tuple[World, Any]:
     world = World(shards, proportional, **options)
     fill(world, count)
     return world, world.client()
@@ -113,7 +113,7 @@ def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypat
     laws = [law(world, total)]
     send = learner._send
 
-    def noted(size: int, deadline: float) -> Any:
+    def noted(size: int, deadline: float):
         laws.append(law(world, total))
         return send(size, deadline)
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,6 @@ ray = pytest.importorskip("ray")
 from rlbuf_td import distributed  # noqa: E402
 from rlbuf_td.distributed import ShardedReplayBuffer  # noqa: E402
 from rlbuf_td.distributed.sharded import LayoutInRay  # noqa: E402
-from tests.benchmarks.shard_losses import Writer, rows, watch, wrong  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
@@ -52,15 +52,56 @@ def make_buffer(capacity: int = 2_000) -> ReplayBuffer:
     )
 
 
+def rows(first: int, count: int) -> TensorDict:
+    """Return rows with a checksum in each, so that a torn or mixed one is seen."""
+    number = torch.arange(first, first + count)
+    checks = {"check": number * 7_919, "wide": number[:, None].expand(count, 40) * 1.0}
+    return TensorDict({"id": number, "next": checks}, [count])
+
+
+def assert_whole(batch: TensorDict) -> None:
+    number, checks = batch["id"], batch["next"]
+    assert torch.equal(checks["check"], number * 7_919)
+    assert (checks["wide"] == number[:, None]).all()
+
+
+class Writer:
+    def __init__(self, client, first: int) -> None:
+        torch.set_num_threads(1)
+        self.client, self.first = client, first
+
+    def write(self, seconds: float, count: int = 50) -> int:
+        """Write some rows, wait 10 ms, and so on; return how many calls were made."""
+        calls, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.client.extend(rows(self.first, count))
+            self.first += count
+            calls += 1
+            time.sleep(0.01)
+        return calls
+
+
 def process_of(rb: ShardedReplayBuffer, place: int) -> int:
     return ray.get(rb.links.handles[place].process.remote())
 
 
-def learn(rb: Any, seconds: float) -> int:
+def kill_in_turn(rb: ShardedReplayBuffer, stop: threading.Event, every: float) -> int:
+    """Kill one shard after another, each if it runs; return how many were killed."""
+    kills, place = 0, 0
+    while not stop.wait(every):
+        place = (place + 1) % len(rb.links.handles)
+        with suppress(ray.exceptions.RayError):  # of a shard that restarts
+            call = rb.links.handles[place].process.remote()
+            os.kill(ray.get(call, timeout=0.5), signal.SIGKILL)
+            kills += 1
+    return kills
+
+
+def learn(rb, seconds: float) -> int:
     end, batches = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         batch = rb.sample(wait=True, timeout=120.0)
-        assert not wrong(batch)
+        assert_whole(batch)
         batch["td_error"] = torch.rand(len(batch))
         rb.update_tensordict_priority(batch)
         batches += 1
@@ -103,7 +144,7 @@ def test_a_client_in_another_process_writes_what_a_learner_samples(rb):
     written = writer.write.remote(1.0)
     batches = learn(rb, 1.0)
     assert batches > 0
-    total = 50 * ray.get(written)[0]
+    total = 50 * ray.get(written)
     assert rb.write_count == total
     health = rb.health()
     assert sum(shard["inserts"] for shard in health["shards"]) == total
@@ -175,7 +216,7 @@ def make_env() -> GymEnv:
     return GymEnv("CartPole-v1")
 
 
-def single(rb: ShardedReplayBuffer) -> Any:
+def single(rb: ShardedReplayBuffer):
     return Collector(
         make_env(),
         None,
@@ -185,7 +226,7 @@ def single(rb: ShardedReplayBuffer) -> Any:
     )
 
 
-def multi(rb: ShardedReplayBuffer) -> Any:
+def multi(rb: ShardedReplayBuffer):
     return MultiSyncCollector(
         [make_env] * 2,
         None,
@@ -195,7 +236,7 @@ def multi(rb: ShardedReplayBuffer) -> Any:
     )
 
 
-def on_ray(rb: ShardedReplayBuffer) -> Any:
+def on_ray(rb: ShardedReplayBuffer):
     free = {"num_cpus": 0, "num_gpus": 0}
     return RayCollector(
         [make_env] * 2,
@@ -374,7 +415,7 @@ def test_flow_control_holds_for_a_racing_writer_and_a_learner():
         worst = 0.0
         while thread.is_alive():
             with suppress(TimeoutError):  # the writer has finished
-                assert not wrong(rb.sample(wait=True, timeout=0.5))
+                assert_whole(rb.sample(wait=True, timeout=0.5))
             flow = ray.get(rb._flow.report.remote())
             worst = max(worst, abs(flow["samples"] - 4.0 * (flow["inserts"] - 100)))
         assert worst <= 500
@@ -430,24 +471,16 @@ def test_killed_shards_give_no_wrong_batch(tmp_path):
         # on a busy machine they take long to start
         ray.get([writer.write.remote(0.1) for writer in writers])
         written = [writer.write.remote(20.0) for writer in writers]
-        stop, kills, alive = threading.Event(), list[int](), list[int]()
-        killer = threading.Thread(target=watch, args=(rb, 3.0, stop, kills, alive))
-        killer.start()
-        batches = learn(rb, 20.0)
-        stop.set()
-        killer.join()
+        stop = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            kills = pool.submit(kill_in_turn, rb, stop, 3.0)
+            batches = learn(rb, 20.0)
+            stop.set()
         assert batches > 0
-        assert len(kills) > 1
-        assert min(calls for calls, _ in ray.get(written, timeout=120)) > 0
+        assert kills.result() > 1
+        assert min(ray.get(written, timeout=120)) > 0
         assert rb.health()["lost_shards"] > 0
         assert learn(rb, 1.0) > 0  # and training goes on
-
-
-def rows_of_x(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    return TensorDict(
-        {"x": number, "next": {"reward": number[:, None].float()}}, [count]
-    )
 
 
 @pytest.mark.slow
@@ -462,11 +495,11 @@ def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
         remote_config={"num_cpus": 0},
     )
     try:
-        index = rb.extend(rows_of_x(0, 50))
+        index = rb.extend(rows(0, 50))
         assert (len(rb), rb.write_count, index.tolist()) == (50, 50, list(range(50)))
         batch = rb.sample()
-        assert torch.equal(batch["x"], batch["index"])
-        assert torch.equal(batch["next", "reward"][:, 0], batch["x"].float())
+        assert_whole(batch)
+        assert torch.equal(batch["id"], batch["index"])
         assert (batch["priority_weight"] == 1).all() == (sampler is ProportionalSampler)
         rb.update_priority(index, torch.zeros(50))
         batch["td_error"] = torch.full((16,), 1000.0)
@@ -475,16 +508,10 @@ def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
         # rows with an error of 0 are drawn with probability 1e-9
         if sampler is ProportionalSampler:
             assert set(again["index"].tolist()) <= set(batch["index"].tolist())
-        rb.extend(rows_of_x(100, 50))
-        again["td_error"] = torch.full((16,), 5.0)
-        rb.update_tensordict_priority(again)
+        rb.extend(rows(100, 50))
+        rb.update_tensordict_priority(again.set("td_error", torch.ones(16)))
         assert ray.get(rb._rb.health.remote())["stale_updates"] == 16
-        assert set(rb.sample()["x"].tolist()) <= set(range(100, 150))
-        with pytest.raises(ValueError, match="expected int64 of shape"):
-            rb.extend(
-                TensorDict(
-                    {"x": torch.zeros(3), "next": {"reward": torch.zeros(3, 1)}}, [3]
-                )
-            )
+        with pytest.raises(ValueError, match="'id' came as float32"):
+            rb.extend(rows(0, 3).set("id", torch.zeros(3)))
     finally:
         rb.close()

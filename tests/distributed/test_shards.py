@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.links import PATIENCE
 from rlbuf_td.distributed.shard import Spec
 from rlbuf_td.distributed.sharded import Limiter, Manifest, newest_dump
+from tests import model
 from tests.catalogue import assert_same
 from tests.checkpoint.test_damage import resign
 from tests.distributed.local import World
@@ -33,6 +35,7 @@ from tests.distributed.test_law import (
     rows,
     uniform,
 )
+from tests.test_composition import OTHERS, RECIPES, anchor_errors, wrapped
 
 
 def world_of(
@@ -250,37 +253,18 @@ def test_bad_updates_are_refused_and_queued_errors_are_kept():
         learner.update_tensordict_priority(batch)
     learner.update_tensordict_priority(batch.set("td_error", torch.rand(64)))
     other = torch.tensor([[7, 0, 0, 0]]).expand(64, 4)
-    cases: list[tuple[Any, Any, str]] = [
-        (
-            batch.clone().set("index", torch.zeros(64).long()),
-            ValueError,
-            r"is int64 \[64, 4\], got int64 of shape \(64,",
-        ),
-        (
-            batch.clone().set("index", torch.zeros(64, 4)),
-            ValueError,
-            r"is int64 \[64, 4\], got float32",
-        ),
-        (
-            batch.clone().set("index", other),
-            ValueError,
-            "names rows that are not in the 2 shards",
-        ),
-        (
-            batch.clone().set("index", other - 7),
-            ValueError,
-            "names rows that are not in the 2 shards",
-        ),
-        (
-            batch.clone().set("td_error", torch.full((64,), torch.nan)),
-            ValueError,
-            "NaN or infinite",
-        ),
-        (batch.exclude("index"), KeyError, "no 'index'"),
-    ]
-    for bad, error, message in cases:
-        with pytest.raises(error, match=message):
-            learner.update_tensordict_priority(bad)
+    no_errors = torch.full((64,), torch.nan)
+    for changed, said in (
+        ({"index": torch.zeros(64).long()}, r"\[64, 4\], got int64 of shape \(64,"),
+        ({"index": torch.zeros(64, 4)}, r"is int64 \[64, 4\], got float32"),
+        ({"index": other}, "names rows that are not in the 2 shards"),
+        ({"index": other - 7}, "names rows that are not in the 2 shards"),
+        ({"td_error": no_errors}, "NaN or infinite"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            learner.update_tensordict_priority(batch.clone().update(changed))
+    with pytest.raises(KeyError, match="no 'index'"):
+        learner.update_tensordict_priority(batch.exclude("index"))
     assert len(learner._errors) == 1
 
 
@@ -298,25 +282,17 @@ def test_a_shard_that_was_emptied_meanwhile_is_drawn_from_no_more():
 
 def test_an_unfit_write_is_refused_at_once():
     world = World(2, proportional)
-    writer = world.client(home=0)
-    writer.extend(rows(0, 5))
-    with pytest.raises(td.SchemaError, match="'id' came as float32"):
-        writer.extend(
-            TensorDict(
-                {"id": torch.rand(3), "next": {"reward": torch.zeros(3, 1)}}, [3]
-            )
-        )
-    with pytest.raises(td.SchemaError, match="unknown key 'other'"):
-        world.client(home=0).extend(rows(0, 3).set("other", torch.zeros(3)))
-    with pytest.raises(ValueError, match="batch dims"):
-        writer.extend(rows(0, 5)[:0])
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        world.client(home=1).extend(
-            rows(0, 2).set("td_error", torch.tensor([1.0, float("nan")]))
-        )
+    world.client(home=0).extend(rows(0, 5))
+    for home, data, said in (
+        (0, rows(0, 3).set("id", torch.rand(3)), "'id' came as float32"),
+        (0, rows(0, 3).set("other", torch.zeros(3)), "unknown key 'other'"),
+        (1, TensorDict({"other": torch.zeros(3)}, [3]), "unknown key 'other'"),
+        (0, rows(0, 0), "batch dims"),
+        (1, rows(0, 2).set("td_error", torch.tensor([1.0, torch.nan])), "NaN or inf"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            world.client(home=home).extend(data)
     assert sum(len(shard.storage) for shard in world.shards) == 5
-    with pytest.raises(td.SchemaError, match="unknown key 'other'"):
-        world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
 
 
 # -- one schema for all shards
@@ -462,7 +438,7 @@ def fails(world: World, monkeypatch: pytest.MonkeyPatch, place: int = 0) -> None
     buffer = world.shards[place].buffer
     extend = buffer.extend
 
-    def full(data: TensorDict) -> Any:
+    def full(data: TensorDict):
         if int(data["id"].max()) >= 100:
             raise OSError(28, "No space left on device")
         return extend(data)
@@ -723,75 +699,30 @@ def test_n_step_returns_stop_where_another_writer_follows():
     assert set(first.tolist()) == {*range(5), *range(100, 105), *range(200, 210)}
 
 
-def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
-    world = world_of(
-        2,
-        lambda: td.SequenceSampler(
-            td.ProportionalSampler(200), 3, burn_in=1, priority="mix"
-        ),
-    )
+@pytest.mark.parametrize("name", [*RECIPES, "across episodes, pad"])
+def test_wrappers_inside_shards_are_what_brute_force_says(name):
+    recipe = (RECIPES | OTHERS)[name]
+    world = world_of(2, lambda: wrapped(td.ProportionalSampler(40), recipe), 40)
+    parts = []
     for place in range(2):
-        world.client(home=place).extend(episode(100 * place, 20))
+        part = model.World(world.client(home=place), model.Model(40), seed=place)
+        for steps in (30, 25):
+            part.extend(steps)
+        part.rb.synchronize()
+        part.rb = world.shards[place].buffer
+        parts.append(part)
     learner = world.client()
-    batch = learner.sample()
-    windows = batch["id"].view(16, 4)
-    real = batch["mask"].view(16, 4)
-    assert (
-        (windows[:, 1:] - windows[:, :-1] == 1) | ~(real[:, 1:] & real[:, :-1])
-    ).all()
-    anchors = batch["anchor_index"].view(16, 4, 4)[:, 0]
-    assert torch.equal(anchors[:, 2] + 100 * anchors[:, 0], windows[:, 1])
-    batch["td_error"] = torch.rand(64)
-    learner.update_tensordict_priority(batch)
+    batch = learner.sample(40 * recipe.window)
+    errors = torch.arange(len(batch)) % 61 / 16 - 1.5
+    learner.update_tensordict_priority(batch.set("td_error", errors))
     learner.synchronize()
-    error = batch["td_error"].view(16, 4)[:, 1:] * real[:, 1:]
-    largest = 0.9 * error.amax(1) + 0.1 * error.sum(1) / real[:, 1:].sum(1)
-    latest = dict(zip(windows[:, 1].tolist(), largest.tolist(), strict=True))
-    stored = magnitudes(world, 120)
-    assert {row: float(stored[row]) for row in latest} == pytest.approx(latest)
-
-
-def test_windows_in_shards_go_on_into_the_next_episode():
-    world = world_of(
-        1, lambda: td.SequenceSampler(td.UniformSampler(), 4, across_episodes=True), 20
-    )
-    client = world.client()
-    for first in (0, 3):
-        client.extend(episode(first, 3))
-    windows = client.sample()["id"].view(16, 4)
-    assert torch.equal(windows, (windows[:, :1] + torch.arange(4)).clamp(max=5))
-
-
-def test_hindsight_relabels_inside_shards():
-    def reward(batch: TensorDict) -> torch.Tensor:
-        return (batch.get(("next", "achieved_goal")) == batch["desired_goal"]).float()
-
-    world = world_of(
-        2, lambda: td.HindsightSampler(td.UniformSampler(), reward, her_ratio=1.0)
-    )
-    for place in range(2):
-        position = torch.arange(11.0)[:, None] + 100 * place
-        done = torch.arange(10)[:, None] == 9
-        outcome = {
-            "achieved_goal": position[1:],
-            "reward": torch.zeros(10, 1),
-            "done": done,
-        }
-        data = TensorDict(
-            {
-                "position": position[:-1],
-                "desired_goal": torch.zeros(10, 1),
-                "next": outcome,
-            },
-            [10],
-        )
-        world.client(home=place).extend(data)
-    batch = world.client().sample()
-    ahead = batch["desired_goal"] - batch["position"]
-    assert batch["relabeled"].all()
-    assert ((ahead >= 1) & (ahead <= 10)).all()
-    reached = batch.get("desired_goal") == batch["next", "achieved_goal"]
-    assert torch.equal(batch["next", "reward"], reached.float())
+    for place, part in enumerate(parts):
+        mine: Any = batch[batch["index"][:, 0] == place]
+        for key in {"index", "anchor_index"} & set(mine.keys()):
+            mine[key] = mine[key][:, 2]
+        anchors = part.check_batch(mine.exclude("td_error"), recipe)
+        part.model.update(anchors, anchor_errors(mine, recipe))
+        model.assert_holds(part.rb, part.model)
 
 
 def test_lanes_are_written_as_collectors_give_them():
@@ -828,23 +759,15 @@ def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
 
     world, count = shards(4), 0
     for place, steps in enumerate((40, 20, 12, 50)):  # the last ring has wrapped
-        shape = [steps] if ndim == 1 else [2, steps]
-        data = torch.arange(count, count + steps * (1 if ndim == 1 else 2)).view(shape)
-        client = world.client(home=place)
-        client.extend(
-            TensorDict(
-                {
-                    "id": data,
-                    "next": {"done": torch.zeros(*shape, 1, dtype=torch.bool)},
-                },
-                shape,
-            )
-        )
+        shape = [*[2] * (ndim - 1), steps]
+        number = torch.arange(count, count + math.prod(shape)).view(shape)
+        after = {"done": torch.zeros(*shape, 1, dtype=torch.bool)}
+        client, shard = world.client(home=place), world.shards[place]
+        client.extend(TensorDict({"id": number, "next": after}, shape))
         client.synchronize()
-        shard = world.shards[place]
         flat = torch.arange(len(shard.storage))
         shard.buffer.update_priority(flat, torch.rand(len(flat)))
-        count += data.numel()
+        count += number.numel()
     world.buffer().dumps(tmp_path)
     other = shards(3)
     other.buffer().loads(tmp_path)
@@ -1008,7 +931,7 @@ def change_manifest(path: Path, entries: dict[str, Any]) -> None:
     )
 
 
-def counts(world: World) -> Any:
+def counts(world: World):
     return {
         name: int(count)
         for name, count in world.flow.limiter.report().items()

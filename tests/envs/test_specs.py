@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def leaves(data: Any) -> dict[Any, tuple[torch.dtype, tuple[int, ...]]]:
+def leaves(data) -> dict[Any, tuple[torch.dtype, tuple[int, ...]]]:
     return {
         key: (data[key].dtype, tuple(data[key].shape)) for key in data.keys(True, True)
     }

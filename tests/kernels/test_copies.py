@@ -16,7 +16,7 @@ CELLS = 700
 
 
 @pytest.mark.parametrize("offset", [0, 1, 31, 32, 63])
-def test_streams_copy_exactly_the_given_bytes(offset: int) -> None:
+def test_streams_copy_exactly_the_given_bytes(offset):
     source, target = torch.randint(1, 256, (2, 400), dtype=torch.uint8)
     for count in [*range(70), 127, 128, 129, 200]:
         before, left = target.clone(), -target.data_ptr() % 64
@@ -35,7 +35,7 @@ def images(start: int, count: int) -> TensorDict:
     return TensorDict({"row": values, **leaves}, [count])
 
 
-def test_batches_and_writes_beyond_the_caches_keep_every_byte() -> None:
+def test_batches_and_writes_beyond_the_caches_keep_every_byte():
     rb = ReplayBuffer(
         storage=PackedStorage(CELLS), sampler=MinibatchSampler(), batch_size=600
     )

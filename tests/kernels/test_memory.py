@@ -16,7 +16,7 @@ from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.batch.memory import _empty
 from rlbuf_td.kernels.host_memory import HostTensors
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, numbered_rows
 
 IMAGES = [
     (torch.uint8, torch.Size([64, 4, 84, 84])),
@@ -169,7 +169,7 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
-def test_a_check_tells_tensors_from_others(kind: str) -> None:
+def test_a_check_tells_tensors_from_others(kind):
     expected = HostTensors(
         [(torch.float32, torch.Size([17])), (torch.bool, torch.Size([2]))]
     )
@@ -195,20 +195,10 @@ CAPACITY, BATCH = 100, 16
 CPU = torch.device("cpu")
 
 
-def rows(count: int) -> TensorDict:
-    flags = {"done": torch.zeros(count, 1, dtype=torch.bool)}
-    after = {
-        "observation": torch.rand(count, 3),
-        "reward": torch.rand(count, 1),
-        "achieved_goal": torch.rand(count, 2),
-    }
-    image = torch.randint(256, (count, 2, 84, 84), dtype=torch.uint8)
-    now = {
-        "observation": torch.rand(count, 3),
-        "desired_goal": torch.rand(count, 2),
-        "image": image,
-    }
-    return TensorDict(now | {"next": after | flags}, [count])
+def rows() -> TensorDict:
+    """Return 60 rows with large and small leaves."""
+    pixels = torch.randint(256, (60, 2, 84, 84), dtype=torch.uint8)
+    return numbered_rows(60).set("pixels", pixels)
 
 
 @pytest.fixture(params=["plain", "shared memory", "observations once", "a file"])
@@ -267,7 +257,7 @@ def test_each_leaf_of_a_batch_has_its_own_memory(storage, sampler):
     rb = ReplayBuffer(
         storage=storage, sampler=SAMPLERS[sampler](CAPACITY), batch_size=BATCH
     )
-    rb.extend(rows(60))
+    rb.extend(rows())
     for _ in range(3):  # the general path, then the plan
         batch = rb.sample()
         assert_own_memory(batch)
@@ -279,7 +269,7 @@ def test_each_leaf_of_a_batch_has_its_own_memory(storage, sampler):
 
 def test_each_leaf_of_rows_read_by_index_has_its_own_memory(storage):
     rb = ReplayBuffer(storage=storage)
-    rb.extend(rows(60))
+    rb.extend(rows())
     for data in (
         rb[torch.arange(5)],
         rb.storage.get([3, 4]),

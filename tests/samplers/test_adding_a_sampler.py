@@ -90,9 +90,7 @@ def steps_of(first: int, count: int, lanes: int) -> TensorDict:
     return rows.expand(lanes, count).clone() if lanes else rows
 
 
-def buffer(
-    kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 50
-) -> Any:
+def buffer(kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 50):
     cls, storage = BUFFERS[kind]
     rb = buffer_of(20, sampler, lanes, storage, cls, batch_size=batch)
     for first in range(0, written, 4):
@@ -157,7 +155,7 @@ class Marked(RowSampler):
     state_keys = "numbers", "level", "names"
     report_keys = frozenset({"mark"})
 
-    def __init__(self, answer: Any = torch.arange) -> None:
+    def __init__(self, answer=torch.arange) -> None:
         self.answer, self.numbers, self.level, self.names = (
             answer,
             torch.zeros(2),
@@ -218,7 +216,7 @@ def rows_with(name: str) -> TensorDict:
 class Reporting(UniformSampler):
     """Reports entries that it does not announce, as TorchRL's SliceSampler does."""
 
-    def draw(self, storage: Any, batch_size: int) -> Any:
+    def draw(self, storage, batch_size: int):
         flat, info = super().draw(storage, batch_size)
         ends = torch.ones(batch_size, 1, dtype=torch.bool)
         return flat, info | {
@@ -227,7 +225,7 @@ class Reporting(UniformSampler):
         }
 
 
-def made_of(name: str, sampler: Any = None, **options: Any) -> ReplayBuffer:
+def made_of(name: str, sampler=None, **options) -> ReplayBuffer:
     rb = ReplayBuffer(
         storage=PackedStorage(12), sampler=sampler, batch_size=12, **options
     )
@@ -235,7 +233,7 @@ def made_of(name: str, sampler: Any = None, **options: Any) -> ReplayBuffer:
     return rb
 
 
-def test_an_entry_of_another_samplers_report_is_stored() -> None:
+def test_an_entry_of_another_samplers_report_is_stored():
     for name in (
         "mask",
         "burn_in_mask",
@@ -248,14 +246,14 @@ def test_an_entry_of_another_samplers_report_is_stored() -> None:
         assert torch.equal(batch[name], batch["observation"][:, 0].long() + 100)
 
 
-def test_an_entry_that_was_not_announced_is_refused_at_the_first_draw() -> None:
+def test_an_entry_that_was_not_announced_is_refused_at_the_first_draw():
     with pytest.raises(
         SchemaError, match="have an entry 'chosen_by', and a Reporting adds"
     ):
         made_of("chosen_by", Reporting()).sample()
 
 
-def test_batches_without_the_report_keep_what_the_rows_have() -> None:
+def test_batches_without_the_report_keep_what_the_rows_have():
     batch = made_of("mask", Reporting(), include_info=False).sample()
     assert batch["next", "done"].all()
     assert set(batch.keys()) == {"observation", "mask", "next"}

@@ -26,7 +26,7 @@ from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 # -- buffers, with the loops of the CPU and with the torch operations of other devices
 
 
-def assert_close(left: Any, right: Any) -> None:
+def assert_close(left, right) -> None:
     """Compare nested values; real numbers may differ by rounding, because sums are in
     another order."""
     if is_tensor_collection(left):
@@ -99,7 +99,7 @@ def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
         assert rb.health()["refused_priorities"] == 2.0
 
 
-def made_by(maker: Maker, folder: Path) -> Any:
+def made_by(maker: Maker, folder: Path):
     with maker.running():
         return maker.make(folder, 0)
 
@@ -107,16 +107,16 @@ def made_by(maker: Maker, folder: Path) -> Any:
 # -- batches of a compiled plan, and those of a plan of torch forms
 
 
-def reward_fn(batch: Any) -> torch.Tensor:
+def reward_fn(batch) -> torch.Tensor:
     distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
     return -distance * (1 + batch["action"] % 3) / 8
 
 
-def terminated_fn(batch: Any) -> torch.Tensor:
+def terminated_fn(batch) -> torch.Tensor:
     return (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1)
 
 
-def hindsight(inner: Any, reward: Any = reward_fn, **given: Any) -> HindsightSampler:
+def hindsight(inner, reward=reward_fn, **given) -> HindsightSampler:
     return HindsightSampler(inner, reward, **given)
 
 
@@ -166,7 +166,7 @@ NESTED = [
 ]
 
 
-def with_torch_forms(sampler: Any) -> Any:
+def with_torch_forms(sampler):
     """Return a sampler that overrides a method of its own, by itself: then it has no
     compiled form of this method."""
     name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
@@ -176,7 +176,7 @@ def with_torch_forms(sampler: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 4))
 def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp_path):
-    def sampler(rows: int) -> Any:
+    def sampler(rows: int):
         return (
             SequenceSampler(KINDS[kind](rows), **WINDOWS[window])
             if WINDOWS[window]
@@ -206,7 +206,7 @@ def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp
 def test_a_reward_function_may_move_its_batch_but_not_free_it(tmp_path):
     change: list[Any] = []
 
-    def reward(batch: Any) -> torch.Tensor:
+    def reward(batch) -> torch.Tensor:
         found = reward_fn(batch)
         for each in change:
             for leaf in batch.values(True, True):

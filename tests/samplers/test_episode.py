@@ -46,7 +46,7 @@ def episodes(world: World, finished_only: bool = True) -> dict[Cell, list[Cell]]
     return {whole[0]: whole for whole in found}
 
 
-def pieces(batch: Any, padded: bool) -> list[Any]:
+def pieces(batch, padded: bool) -> list[Any]:
     """Return the rows of each episode of a batch, without padding; check the mask and
     the numbers of the episodes."""
     if padded:
@@ -70,7 +70,7 @@ def pieces(batch: Any, padded: bool) -> list[Any]:
     ]
 
 
-def assert_pieces(world: World, batch: Any, sampler: EpisodeSampler) -> list[Cell]:
+def assert_pieces(world: World, batch, sampler: EpisodeSampler) -> list[Cell]:
     """Compare a batch with brute force; return the first row of each episode."""
     known, firsts = episodes(world, sampler.finished_only), []
     for piece in pieces(batch, sampler.layout == "padded"):
@@ -193,12 +193,12 @@ TestLockstep.settings = settings(stateful_step_count=20)
 
 
 def filled(
-    sampler: Any,
+    sampler,
     lanes: int = 1,
     steps: int = 60,
     buffer: str = "ours",
     seed: int = 1,
-    **parts: Any,
+    **parts,
 ) -> World:
     """Return a world whose ring has wrapped."""
     cls, storage, writer = BUFFERS[buffer]
@@ -295,13 +295,11 @@ def test_each_window_around_a_row_is_equally_likely():
         sum(1 / len(fitting) for fitting in windows if start in fitting) / 7
         for start in range(5)
     ]
-    assert_follows(
-        rb.sample()["episode_step"][:, 0].bincount(minlength=5),
-        torch.tensor(law, dtype=torch.float64),
-    )
+    assert power(np.array(law), 60_000, bias=0.03) > 0.95
+    assert_follows(rb.sample()["episode_step"][:, 0].bincount(minlength=5), law)
 
 
-def written(done: list[bool], capacity: int, **options: Any) -> ReplayBuffer:
+def written(done: list[bool], capacity: int, **options) -> ReplayBuffer:
     rb = ReplayBuffer(
         storage=PackedStorage(capacity),
         sampler=EpisodeSampler(**options),
@@ -320,22 +318,6 @@ def firsts(rb: ReplayBuffer) -> set[int]:
     return {*rb.sample()["x"][:, 0].tolist()}
 
 
-def test_the_oldest_episode_counts_if_its_first_row_is_stored():
-    data = [False, True, False, True, False, True]
-    # the ring is full, and nothing is overwritten
-    assert firsts(written(data, 6)) == {0, 2, 4}
-    rb = written(data, 6)
-    more = TensorDict(
-        {"x": torch.arange(6, 8), "next": {"done": torch.tensor([False, True])}}, [2]
-    )
-    rb.add(more[0])
-    assert firsts(rb) == {2, 4}
-    rb.add(more[1])
-    assert firsts(rb) == {2, 4, 6}  # a whole episode was overwritten
-    rb["x"] = rb["x"] + 100  # read again
-    assert firsts(rb) == {102, 104, 106}
-
-
 @pytest.mark.parametrize("share", [False, True])
 def test_an_episode_whose_first_rows_were_never_stored_is_not_drawn(share):
     rb = written([False, True], 4)
@@ -345,28 +327,6 @@ def test_an_episode_whose_first_rows_were_never_stored_is_not_drawn(share):
     # rows 10 and 11 are not stored
     rb.extend(TensorDict({"x": torch.arange(10, 16), "next": {"done": done}}, [6]))
     assert firsts(rb) == {14}
-    done = torch.tensor([False] * 5 + [True])
-    rb.extend(TensorDict({"x": torch.arange(20, 26), "next": {"done": done}}, [6]))
-    with pytest.raises(
-        RuntimeError,
-        match=r"no complete episode: the first rows of .* longer than the 4 steps",
-    ):
-        rb.sample()
-
-
-def test_a_sampler_that_comes_late_knows_which_episodes_are_complete():
-    for extra, expected in ((0, {0, 2}), (4, {10, 12})):
-        rb = ReplayBuffer(storage=PackedStorage(4), batch_size=100)
-        for first in range(0, extra + 1, 4):
-            done = torch.tensor([False, True, False, True])
-            rb.extend(
-                TensorDict(
-                    {"x": torch.arange(4) + 10 * first // 4, "next": {"done": done}},
-                    [4],
-                )
-            )
-        rb.set_sampler(EpisodeSampler())
-        assert firsts(rb) == expected
 
 
 def test_a_waiting_call_returns_when_an_episode_ends():

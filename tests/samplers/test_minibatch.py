@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -14,13 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
-from tests.statistics import assert_follows
 
 
 def buffer(
@@ -74,16 +68,6 @@ def test_every_row_exactly_once_an_epoch(rows, size, epochs, shuffle, drop_last)
                     assert drawn == list(range(rows))[: len(drawn)]
 
 
-def test_each_epoch_has_an_order_of_its_own_and_the_generator_decides_it():
-    orders = []
-    for _ in range(2):
-        rb = buffer(50, MinibatchSampler(3), 50)
-        rb.set_rng(torch.Generator().manual_seed(1))
-        orders.append([batch["x"].tolist() for batch in rb])
-    assert orders[0] == orders[1]
-    assert len({tuple(x) for x in orders[0]}) == 3
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_equal_seeds_give_torchrls_rows_and_later_random_numbers(drop_last):
     seen = []
@@ -101,30 +85,6 @@ def test_equal_seeds_give_torchrls_rows_and_later_random_numbers(drop_last):
         rb.extend(TensorDict({"x": torch.rand(12)}, [12]))
         seen.append((found, rb.sample()["x"].tolist(), torch.rand(3).tolist()))
     assert seen[0] == seen[1]
-
-
-def test_the_kind_of_order_may_be_changed_between_epochs():
-    rb = buffer(8, MinibatchSampler(), 8)
-    assert sorted(rb.sample()["x"].tolist()) == list(range(8))
-    rb.sampler.shuffle = False
-    assert rb.sample()["x"].tolist() == list(range(8))
-
-
-def test_all_orders_are_equally_likely():
-    sampler, storage = MinibatchSampler(), PackedStorage(4)
-    storage.set(range(4), TensorDict({"x": torch.arange(4)}, [4]))
-    counts = Counter(tuple(sampler.draw(storage, 4)[0].tolist()) for _ in range(12_000))
-    assert_follows([counts[order] for order in permutations(range(4))], [1 / 24] * 24)
-
-
-def test_a_write_starts_the_epochs_anew_even_if_the_number_of_rows_stays():
-    rb = buffer(6, MinibatchSampler(2, shuffle=False), 2)
-    assert rb.sample()["x"].tolist() == [0, 1]
-    rb.extend(TensorDict({"x": torch.arange(10, 16)}, [6]))
-    assert rb.sample()["x"].tolist() == [10, 11]
-    rb.add(TensorDict({"x": torch.tensor(7)}, []))
-    assert rb.sample()["x"].tolist() == [7, 11]
-    rb.empty()
 
 
 def test_the_epoch_and_the_position_can_be_watched():
@@ -171,7 +131,7 @@ def rows_from(first: int, n: int = 6) -> TensorDict:
     )
 
 
-def write_elsewhere(rb: Any) -> None:
+def write_elsewhere(rb) -> None:
     """Write in another process that shares the rows."""
     process = torch.multiprocessing.get_context("fork").Process(
         target=rb.extend, args=(rows_from(10, 3),)
@@ -217,49 +177,3 @@ def test_a_write_by_whomever_restarts_the_epochs(write, wrap):
     rb.set_at_("x", torch.tensor([7]), [0])  # an edit does not
     assert rb.sample()["x"].tolist() == [12, 3]
     rb.shutdown()
-
-
-def pickled_sampler(rb: Any) -> Any:
-    """Return a buffer over other rows, with a copy of the sampler alone."""
-    storage = PackedStorage(6)
-    storage.set(range(6), TensorDict({"x": torch.arange(6)}, [6]))
-    sampler = pickle.loads(pickle.dumps(rb.sampler))
-    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=2)
-
-
-def loaded(rb: Any) -> Any:
-    copy = buffer(6, MinibatchSampler(2, shuffle=False), 2)
-    copy.sample()
-    copy.load_state_dict(rb.state_dict())
-    return copy
-
-
-@pytest.mark.parametrize(
-    "again", [lambda rb: pickle.loads(pickle.dumps(rb)), pickled_sampler, loaded]
-)
-def test_a_copy_goes_on_with_the_epoch(again):
-    rb = buffer(6, MinibatchSampler(2, shuffle=False), 2)
-    rb.extend(TensorDict({"x": torch.arange(6)}, [6]))
-    rb.sample()
-    copy = again(rb)
-    assert copy.sample()["x"].tolist() == rb.sample()["x"].tolist() == [2, 3]
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("drawn", [0, 1, 2])
-def test_a_draw_under_a_fake_tensor_mode_is_refused_and_the_epoch_goes_on(
-    shuffle, drawn
-):
-    rb = buffer(6, MinibatchSampler(2, shuffle=shuffle), 2)
-    seen = [rb.sample()["x"].tolist() for _ in range(drawn)]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError, match="under a mode such as FakeTensorMode"
-            ):
-                rb.sample()
-            with suppress(RuntimeError):
-                rb.can_sample()
-    seen += [rb.sample()["x"].tolist() for _ in range(3 - drawn)]
-    assert sorted(x for batch in seen for x in batch) == [*range(6)]
-    assert (rb.sampler.epoch, rb.sampler.position) == (1, 0)

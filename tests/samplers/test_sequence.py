@@ -19,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.collectors.utils import split_trajectories
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
@@ -42,9 +41,7 @@ from tests.test_composition import BUFFERS, wrapped
 # -- strict windows
 
 
-def world(
-    sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, **options: Any
-) -> World:
+def world(sampler, cls=ReplayBuffer, steps: int = 20, **options) -> World:
     return World.of(sampler, steps, 2, 1.7, buffer=cls, **options)
 
 
@@ -190,20 +187,6 @@ def test_torchrls_recurrent_modules_take_each_real_window_for_itself(module, cls
             torch.testing.assert_close(out[j], here.flatten())
 
 
-def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding():
-    rb = ReplayBuffer(
-        storage=PackedStorage(12),
-        sampler=SequenceSampler(UniformSampler(unique=True), 3),
-        batch_size=18,
-    )
-    done = torch.arange(12).view(-1, 1) % 5 == 4
-    rb.extend(TensorDict({"x": torch.arange(12), "next": {"done": done}}, [12]))
-    batch = rb.sample()
-    windows = [window["x"][window["mask"]].tolist() for window in batch.view(-1, 3)]
-    split = split_trajectories(batch[batch["mask"]])
-    assert [each["x"][each["mask"]].tolist() for each in split] == windows
-
-
 def test_windows_across_episodes_get_is_init_if_the_rows_have_none():
     sampler = SequenceSampler(
         UniformSampler(), 4, across_episodes=True, output_layout="batch_time"
@@ -241,7 +224,7 @@ def steps(lanes: int) -> TensorDict:
     return TensorDict(data, t.shape)
 
 
-def of_steps(cls: Any, lanes: int, sampler: Any = None, **layout: Any) -> Any:
+def of_steps(cls, lanes: int, sampler=None, **layout):
     torch.manual_seed(0)
     sequences = SequenceSampler(sampler or UniformSampler(), 3, burn_in=1, **layout)
     rb = cls(
@@ -368,7 +351,7 @@ def test_states_are_written_back_from_windows():
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
-def test_rows_of_any_kind_are_folded_as_torch_reshapes_them(schema: Any) -> None:
+def test_rows_of_any_kind_are_folded_as_torch_reshapes_them(schema):
     rows = transitions(schema, 12)
     for count in (12, 0):
         found, wanted = (
@@ -386,7 +369,7 @@ class Divided(SequenceSampler):
     """A subclass that changes nothing."""
 
 
-def chunks(recipe: Recipe, stride: int, **epochs: Any) -> SequenceSampler:
+def chunks(recipe: Recipe, stride: int, **epochs) -> SequenceSampler:
     inner = wrapped(MinibatchSampler(**epochs), replace(recipe, sequence=False))
     return Divided(
         inner,
@@ -511,7 +494,7 @@ def numbered(count: int, every: int = 4) -> TensorDict:
     )
 
 
-def of_chunks(**parts: Any) -> Any:
+def of_chunks(**parts):
     sampler = SequenceSampler(MinibatchSampler(3), 3, stride=3)
     rb = ReplayBuffer(
         storage=PackedStorage(20, ndim=2), sampler=sampler, batch_size=6, **parts

@@ -3,8 +3,6 @@ inference mode is no matter."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -46,15 +44,13 @@ class RefuseWaiting(TorchDispatchMode):
     which an operation copies.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if _waits(func, args, kwargs or {}):
             raise RuntimeError(f"{func.overloadpacket.__name__} waits for the device")
         return func(*args, **(kwargs or {}))
 
 
-def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+def _waits(func, args, kwargs) -> bool:
     name = func.overloadpacket.__name__
     if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
         given = [index for index in args[1] if index is not None]
@@ -136,26 +132,16 @@ def test_nothing_of_a_device_is_copied_to_the_host(name, monkeypatch):
         sampler=NEVER_WAIT[name](60),
         batch_size=32,
     )
-    td_error, rows = (
-        torch.rand(32, device="meta"),
-        [data(35, 35 * k).to("meta") for k in range(4)],
-    )
-    for k, part in enumerate(rows):
-        if not k:
-            rb.extend(part)
-            rb.sample()  # what is bound to the rows at first is looked at once
-        with RefuseWaiting():
-            rb.extend(part)
-            rb.add(part[0])
-            batch = rb.sample()
-            batch["td_error"] = td_error
-            rb.update_tensordict_priority(batch)
-            assert batch["x"].is_meta
-            if rb.parts.prioritized is not None:
-                rb.update_priority(batch["index"], td_error)
-                # as TorchRL's buffers do after a write
-                rb.sampler.mark_update(batch["index"])
+    rows = [data(35, 35 * k).to("meta") for k in range(4)]
+    td_error = torch.rand(32, device="meta")
+    loop(rb, rows[:1], td_error)  # what is bound to the rows is looked at once
+    with RefuseWaiting():
+        loop(rb, rows, td_error)
+        if rb.parts.prioritized is not None:
+            # as TorchRL's buffers do after a write
+            rb.sampler.mark_update(rb.sample()["index"])
     assert rb.full
+    assert rb.sample()["x"].is_meta
 
 
 def test_advantages_never_wait():
@@ -209,9 +195,7 @@ def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_write
 @pytest.mark.parametrize(
     "name", ["unique", "proportional", "rank", "n-step over hindsight", "windows"]
 )
-def test_what_was_made_in_inference_mode_is_written_to_outside_it(
-    path: Any, name: str
-) -> None:
+def test_what_was_made_in_inference_mode_is_written_to_outside_it(path, name):
     with forced(path):
         rb = ReplayBuffer(
             storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32

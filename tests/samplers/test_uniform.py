@@ -18,12 +18,10 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import (
     ExperienceQueue,
-    NStepSampler,
     PackedStorage,
     RecencySampler,
     ReplayBuffer,
     RingWriter,
-    SequenceSampler,
     UniformSampler,
 )
 from tests import model as m
@@ -32,16 +30,14 @@ from tests.model import World
 from tests.statistics import assert_follows, power
 
 
-def recent(
-    half_life: float, window: int | None = None, max_age: int | None = None
-) -> Any:
+def recent(half_life: float, window: int | None = None, max_age: int | None = None):
     limits = [inf if limit is None else limit for limit in (window, max_age)]
     return RecencySampler(half_life, window, max_age=max_age), lambda model: m.recency(
         model, half_life, *limits
     )
 
 
-def young(max_age: int) -> Any:
+def young(max_age: int):
     return UniformSampler(max_age=max_age), lambda model: m.uniform(model, max_age)
 
 
@@ -104,29 +100,6 @@ def test_draws_follow_the_law(kind, ring, path):
 # -- unique rows
 
 
-def test_a_unique_batch_takes_every_row_and_every_ordered_pair_equally_often(device):
-    n, batch, sampler = 25, 3, UniformSampler(unique=True)
-    rb = ReplayBuffer(
-        storage=PackedStorage(100),
-        sampler=sampler,
-        generator=torch.Generator().manual_seed(1),
-    )
-    rb.extend(TensorDict({"x": torch.arange(n)}, [n]))
-    drawn = torch.stack([sampler.draw(rb.storage, batch)[0] for _ in range(10_000)])
-    assert_follows(
-        drawn.flatten().bincount(minlength=n),
-        torch.full((n,), 1 / n, dtype=torch.float64),
-    )
-    pairs = (drawn[:, 0] % 4 * 4 + drawn[:, 1] % 4).bincount(minlength=16)
-    sizes = [len(range(r, n, 4)) for r in range(4)]
-    law = [
-        sizes[a] * (sizes[b] - (a == b)) / (n * (n - 1))
-        for a in range(4)
-        for b in range(4)
-    ]
-    assert_follows(pairs, torch.tensor(law, dtype=torch.float64))
-
-
 def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[int]:
     if 8 * batch > rows:
         return torch.randperm(rows, generator=generator).tolist()[:batch]
@@ -172,7 +145,7 @@ def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(
         rb.sampler.draw(rb.storage, rows + 1)
 
 
-def numbered(sampler: Any, written: int = 33, batch_size: int = 7) -> ReplayBuffer:
+def numbered(sampler, written: int = 33, batch_size: int = 7) -> ReplayBuffer:
     rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=batch_size)
     for first in range(written):
         rb.add(TensorDict({"time": torch.tensor(first)}))
@@ -214,24 +187,6 @@ def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
     rb.set_rng(torch.Generator().manual_seed(3))
     torch.manual_seed(4)
     assert torch.equal(first, sampler.draw(rb.storage, 20)[0])
-
-
-@pytest.mark.parametrize("wrap", [SequenceSampler, NStepSampler])
-def test_td_errors_reach_a_wrapper_that_takes_them(wrap):
-    taken = []
-    own = type(
-        "Own",
-        (wrap,),
-        {"update_priority": lambda *arguments, **named: taken.append(arguments)},
-    )
-    rb = ReplayBuffer(
-        storage=PackedStorage(40),
-        sampler=own(UniformSampler(), 4, *[0.9] * (wrap is NStepSampler)),
-    )
-    step = {"reward": torch.zeros(20, 1), "done": torch.zeros(20, 1, dtype=torch.bool)}
-    rb.extend(TensorDict({"next": {**step, "terminated": step["done"]}}, [20]))
-    rb.update_tensordict_priority(rb.sample(8).set("td_error", torch.ones(8)))
-    assert len(taken) == 1
 
 
 @given(st.data())
@@ -281,21 +236,21 @@ def test_a_right_sampler_passes_and_one_two_percent_off_fails():
         assert_follows(np.array([999, 1]), np.array([1.0, 0.0]))
 
 
-def test_cells_without_rows_have_no_probability() -> None:
+def test_cells_without_rows_have_no_probability():
     rb = ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2), batch_size=4)
     rb.extend(TensorDict({"x": torch.arange(3)}, [3]), lanes=torch.tensor([0, 0, 1]))
     found = rb.sampler.probability(torch.arange(4), storage=rb.storage)
     assert found.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
 
 
-def test_a_subclass_may_draw_into_given_memory() -> None:
+def test_a_subclass_may_draw_into_given_memory():
     class Newest(UniformSampler):
         def draw_into(
             self,
-            storage: Any,
-            live: Any,
+            storage,
+            live,
             flat: torch.Tensor,
-            report: Any,
+            report,
             scratch: torch.Tensor,
         ) -> None:
             flat.fill_(live[0] - 1)
