@@ -30,7 +30,6 @@ from rlbuf_td.kernels.strata import law_of, masses
 from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
 from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
 from rlbuf_td.storages.writes import Write
-from tests import test_composition as composition
 from tests.backends import forced
 from tests.benchmarks import device as benchmark
 from tests.catalogue import SCHEMAS, Schema, assert_same, numbered_rows, transitions
@@ -430,19 +429,3 @@ for kernel in draws._draw, rows._move, wrappers._sum, *of_tree:
 def test_kernels_compile_for_a_gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     subprocess.run([sys.executable, "-c", COMPILE], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "recipe", "ndim", "fill"),
-    [
-        ("uniform", "plain", 1, "wrapped"),
-        ("uniform", "n-step", 2, "wrapped"),
-        ("uniform", "sequence over n-step", 1, "filling"),
-        ("rank", "n-step over hindsight", 2, "full"),
-        ("proportional", "n-step", 2, "wrapped"),
-        ("floored", "plain", 1, "full"),
-    ],
-)
-def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill):
-    composition.check(kind, composition.RECIPES[recipe], ndim, fill, "ours")
