@@ -108,7 +108,7 @@ BREAKS = [
         "storages/packed.py",
         "                        self.episodes.end()\n            file.finish()",
         "                        pass\n            file.finish()",
-        "tests/storages/test_reopen.py -k 'trajectories or break'",
+        "tests/storages/test_kill.py -k reopened",
     ),
     Break(
         "rows of one lane in one call share a place",

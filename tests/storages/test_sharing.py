@@ -69,28 +69,6 @@ def make(sampler=ProportionalSampler, capacity: int = 30, **kwargs) -> ReplayBuf
     )
 
 
-@pytest.mark.parametrize("place", ["shared=True", "share()", "in a file"])
-@pytest.mark.parametrize("written", [0, 10])
-def test_what_one_process_writes_the_others_read(place, written, tmp_path):
-    rb = make(
-        shared=place == "shared=True",
-        scratch_dir=tmp_path / "rows" if place == "in a file" else None,
-    )
-    if written:
-        rb.extend(rows(0, written))
-    if place != "shared=True":
-        rb.share()
-    elsewhere(rb.extend, rows(written, 15))
-    assert (len(rb), rb.write_count) == (written + 15, written + 15)
-    elsewhere(rb.add, rows(written + 15, 1)[0])
-    rb.extend(rows(written + 16, 4))
-    elsewhere(rb.extend, rows(written + 20, 30))
-    assert rb.chronological()["x"].tolist() == list(range(written + 20, written + 50))
-    assert rb.storage["x"].shape == (30,)
-    elsewhere(rb.empty)
-    assert len(rb) == 0
-
-
 @pytest.mark.parametrize("method", [SPAWN, "fork"])
 def test_workers_that_start_one_after_another_write_every_row(method):
     """The nightly of TorchRL of October 2026 makes new semaphores at each
