@@ -768,7 +768,8 @@ class Machine:
 
     def crash(self, a: int, b: int) -> None:
         """Kill a process at some line of a draw, or while it removes all rows."""
-        if self.is_shared and self.kind.writer is None and self.draws:
+        is_ours = self.is_ours and self.kind.writer is None
+        if self.is_shared and is_ours and self.draws:
             self.killed_at(1 + (61 * a + b) % 500, is_draw=a % 4 > 0)
 
     def killed_at(self, line: int, *, is_draw: bool) -> bool:
