@@ -331,6 +331,8 @@ class Machine:
             ("advantage", "value_target") if self.kind.writer == "rollout" else ()
         )
         self.is_ours = not form.startswith("torchrl")
+        # TorchRL's writer takes rows for written before they are
+        self.publishes = form != "their ring"
         self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
         world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(
             self.kind.writer, World
@@ -805,7 +807,7 @@ class Machine:
 
     def kill(self, a: int, b: int) -> None:
         """Kill a process at some line of a write."""
-        if self.is_shared and self.kind.writer is None:
+        if self.is_shared and self.publishes and self.kind.writer is None:
             self.in_child(a, b, 1 + (61 * a + b) % 800)
 
     def in_child(
@@ -848,7 +850,8 @@ class Machine:
         """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not,
         but for what it replaces."""
         # see `extend`
-        if self.kind.writer is None and (self.is_ours or not self.lanes):
+        is_told = self.publishes and (self.is_ours or not self.lanes)
+        if self.kind.writer is None and is_told:
             self.interrupted_at(1 + (61 * a + b) % 800, a, b)
 
     def interrupted_at(self, line: int, a: int, b: int) -> bool:

@@ -32,10 +32,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.buffers.flow import FlowControl
-
-
-def rows(count: int) -> TensorDict:
-    return TensorDict({"x": torch.arange(count)}, [count])
+from tests.catalogue import numbered_rows
 
 
 def buffer(**flow) -> ReplayBuffer:
@@ -85,7 +82,7 @@ def test_without_a_tolerance_the_least_possible_one_is_taken():
 @pytest.mark.parametrize("size", [0, 3, None, -1, 2.5])
 def test_a_batch_counts_as_many_rows_as_it_has(size):
     rb = buffer(samples_per_insert=1.0, tolerance=100.0)
-    rb.extend(rows(20))
+    rb.extend(numbered_rows(20))
     count = 0
     if size in (-1, 2.5):
         with pytest.raises(ValueError, match="batch_size must be a whole number"):
@@ -108,7 +105,7 @@ def waited(rb: ReplayBuffer) -> TensorDict:
     def write() -> None:
         if "sample_waits" in rb.health():
             until_waits(rb, "sample_waits", before + 1)
-        rb.extend(rows(5))
+        rb.extend(numbered_rows(5))
 
     before = rb.health().get("sample_waits", 0)
     writer = threading.Timer(0.05, write)
@@ -122,7 +119,7 @@ def test_a_batch_waits_for_rows_and_for_permission():
     rb = buffer(samples_per_insert=1.0, min_size=10, tolerance=20)
     with pytest.raises(RuntimeError, match="does not admit a batch of 8 rows"):
         rb.sample()
-    rb.extend(rows(9))
+    rb.extend(numbered_rows(9))
     with pytest.raises(TimeoutError, match="9 of min_size=10 rows have been written"):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
@@ -144,7 +141,7 @@ def test_a_batch_of_distinct_rows_waits_until_there_are_enough():
     rb = ReplayBuffer(
         storage=PackedStorage(1_000), sampler=UniformSampler(unique=True), batch_size=8
     )
-    rb.extend(rows(4))
+    rb.extend(numbered_rows(4))
     assert not rb.can_sample()
     assert rb.can_sample(4)
     with pytest.raises(
@@ -162,13 +159,13 @@ def test_a_thread_waits_until_there_is_a_batch():
         buffer(shared=True),
     ):
         assert not rb.wait_until_sampleable(timeout=0.01)
-        writer = threading.Timer(0.05, rb.extend, (rows(12),))
+        writer = threading.Timer(0.05, rb.extend, (numbered_rows(12),))
         writer.start()
         assert rb.wait_until_sampleable()
         writer.join()
         rb.sample()
     limited = buffer(samples_per_insert=1.0, tolerance=16)
-    limited.extend(rows(8))
+    limited.extend(numbered_rows(8))
     for admitted in (True, True, True, False):
         assert (
             limited.can_sample() is limited.wait_until_sampleable(timeout=0) is admitted
@@ -185,7 +182,7 @@ def test_a_wait_is_cancelled(flow):
     with pytest.raises(RuntimeError, match="cancel_event of this call was set"):
         rb.sample(wait=True, cancel_event=cancelled)
     assert not rb.wait_until_sampleable(cancel_event=cancelled)
-    rb.extend(rows(8))
+    rb.extend(numbered_rows(8))
     cancelled.clear()
     assert rb.sample(wait=True, cancel_event=cancelled).shape == (8,)
 
@@ -196,7 +193,7 @@ def test_batches_and_their_rows_are_counted(shared, ndim):
     rb = ReplayBuffer(
         storage=PackedStorage(100, ndim=ndim), batch_size=8, shared=shared
     )
-    data = rows(20) if ndim == 1 else rows(20).view(2, 10)
+    data = numbered_rows(20) if ndim == 1 else numbered_rows(20).view(2, 10)
     with pytest.raises(RuntimeError):
         rb.sample()
     rb.extend(data)
@@ -228,7 +225,7 @@ def test_batches_and_their_rows_are_counted(shared, ndim):
 )
 def test_batches_that_other_code_draws_are_counted_once(parts):
     rb = ReplayBuffer(storage=PackedStorage(100), batch_size=8, **parts)
-    rb.extend(rows(20))
+    rb.extend(numbered_rows(20))
     for _ in range(3):
         rb.sample()
     assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (3, 24)
@@ -237,8 +234,8 @@ def test_batches_that_other_code_draws_are_counted_once(parts):
 
 def test_a_write_waits_until_enough_has_been_sampled():
     rb = buffer(samples_per_insert=1.0, tolerance=16)
-    rb.extend(rows(16))
-    writer = threading.Thread(target=rb.add, args=(rows(1)[0],))
+    rb.extend(numbered_rows(16))
+    writer = threading.Thread(target=rb.add, args=(numbered_rows(1)[0],))
     writer.start()
     until_waits(rb, "insert_waits", 1)
     assert writer.is_alive()
@@ -249,12 +246,12 @@ def test_a_write_waits_until_enough_has_been_sampled():
 
 def test_shutdown_wakes_whoever_waits():
     rb = buffer(samples_per_insert=1.0, tolerance=16)
-    rb.extend(rows(16))
+    rb.extend(numbered_rows(16))
     found: list[str] = []
 
     def write() -> None:
         try:
-            rb.extend(rows(16))
+            rb.extend(numbered_rows(16))
         except ShutDown as error:
             found.append(str(error))
 
@@ -267,8 +264,8 @@ def test_shutdown_wakes_whoever_waits():
     for call in (
         rb.sample,
         partial(rb.sample, 3, wait=True),
-        partial(rb.add, rows(1)[0]),
-        partial(rb.extend, rows(1)),
+        partial(rb.add, numbered_rows(1)[0]),
+        partial(rb.extend, numbered_rows(1)),
     ):
         with pytest.raises(ShutDown):
             call()
@@ -277,7 +274,7 @@ def test_shutdown_wakes_whoever_waits():
 def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch):
     monkeypatch.setattr("rlbuf_td.buffers.waiting.PATIENCE", 0.02)
     rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, samples_per_insert=4)
-    rb.add(rows(1)[0])
+    rb.add(numbered_rows(1)[0])
     stop = threading.Timer(0.1, rb.shutdown)
     stop.start()
     counts = "1 rows were written and 0 sampled, with samples_per_insert=4, min_size=0, tolerance=4"
@@ -285,7 +282,7 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
         pytest.warns(UserWarning, match=f"a write has waited.*{counts}.*4 more rows"),
         pytest.raises(ShutDown),
     ):
-        rb.add(rows(1)[0])
+        rb.add(numbered_rows(1)[0])
     stop.join()
     for min_size, tolerance in ((0, None), (50, None), (0, 40)):
         flow: dict[str, Any] = {
@@ -295,7 +292,7 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
         }
         rb, drawn = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, **flow), 0
         for _ in range(200):
-            rb.add(rows(1)[0])
+            rb.add(numbered_rows(1)[0])
             while rb.can_sample():
                 drawn += len(rb.sample())
         assert abs(drawn - 4 * (200 - min_size)) <= 40
@@ -303,21 +300,21 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
 
 def test_a_batch_waits_for_as_many_rows_as_the_error_says():
     rb = buffer(samples_per_insert=1.0, min_size=50, tolerance=64)
-    rb.extend(rows(60))
+    rb.extend(numbered_rows(60))
     while rb.can_sample():
         rb.sample()
     for missing in (6, 5):
         said = f"72 sampled, with samples_per_insert=1, min_size=50, tolerance=64; .* {missing} more rows are written"
         with pytest.raises(TimeoutError, match=said):
             rb.sample(wait=True, timeout=0)
-        rb.add(rows(1)[0])
-    rb.extend(rows(4))
+        rb.add(numbered_rows(1)[0])
+    rb.extend(numbered_rows(4))
     rb.sample()
 
 
 def filled(count: int, **flow) -> ReplayBuffer:
     rb = buffer(**flow)
-    rb.extend(rows(count))
+    rb.extend(numbered_rows(count))
     return rb
 
 
@@ -344,19 +341,19 @@ EMPTIED += [emptied_by_a_state, emptied_by_a_dump, replaced]
 def extended_in_time(rb: ReplayBuffer, count: int) -> None:
     stop = threading.Timer(10, rb.shutdown)
     stop.start()
-    rb.extend(rows(count))
+    rb.extend(numbered_rows(count))
     stop.cancel()
 
 
 @pytest.mark.parametrize("remove", EMPTIED)
 def test_writes_and_batches_go_on_after_all_rows_are_removed(remove, tmp_path):
     rb = filled(16, samples_per_insert=1.0, tolerance=16, min_size=8)
-    rb.extend(rows(8))
+    rb.extend(numbered_rows(8))
     remove(rb, tmp_path)
     extended_in_time(rb, 7)
     with pytest.raises(RuntimeError, match="7 of min_size=8 rows have been written"):
         rb.sample()  # min_size holds again
-    rb.extend(rows(2))
+    rb.extend(numbered_rows(2))
     assert rb.sample().shape == (8,)
     assert (rb.health()["inserts"], rb.health()["samples"]) == (9, 8)
 
@@ -407,7 +404,7 @@ def test_rows_that_another_buffer_writes_count_as_written():
     rb = over(PackedStorage(1_000))
     with pytest.raises(RuntimeError, match="the buffer is empty, and min_size=10"):
         rb.sample()
-    ReplayBuffer(storage=rb.storage).extend(rows(20))
+    ReplayBuffer(storage=rb.storage).extend(numbered_rows(20))
     assert rb.sample().shape == (8,)
 
 
@@ -419,7 +416,7 @@ def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zer
     rb: ReplayBuffer = ReplayBuffer(
         batch_size=8, samples_per_insert=1.0, transform=fail
     )
-    rb.extend(rows(8))
+    rb.extend(numbered_rows(8))
     with pytest.raises(ZeroDivisionError):
         rb.sample()
     assert (rb.health()["inserts"], rb.health()["samples"]) == (0, 0)
@@ -427,7 +424,7 @@ def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zer
 
 def write_some(rb: ReplayBuffer, count: int) -> None:
     for _ in range(count):
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4))
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -92,22 +92,6 @@ def check(mixed: ReplayBufferMixture, batch: TensorDict) -> None:
             assert torch.equal(mine[key], stored[key]), key
 
 
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("uniform", "uniform"), ("recency", "uniform"), ("uniform", "rank")],
-)
-def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
-    mixed = mixture(one, other, lanes)
-    for step in range(4):
-        batch = mixed.sample()
-        check(mixed, batch)
-        assert torch.bincount(batch["source"]).tolist() == [32, 32]
-        mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
-    mixed.sampler.demos = 0.25
-    assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
-
-
 def test_groups_of_agents_keep_their_batch_dims():
     agents = TensorDict({"x": torch.arange(8.0).view(4, 2)}, [4, 2])
     members = {name: ReplayBuffer(storage=PackedStorage(4)) for name in ("a", "b")}
