@@ -35,7 +35,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
 )
 
 import rlbuf_td
@@ -90,7 +89,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "transformed": {},
     "collated": {},
     "counted, lanes": {"ndim": 2},
-    "their ring": {},
 }
 
 
@@ -102,7 +100,6 @@ def unchanged(batch: Any) -> Any:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "transformed": lambda: {"transform": unchanged},
     "collated": lambda: {"collate_fn": unchanged},
-    "their ring": lambda: {"writer": TensorDictRoundRobinWriter()},
     "counted, lanes": lambda: {
         "stats": EpisodeStats(),
         "samples_per_insert": 1.0,
@@ -331,8 +328,6 @@ class Machine:
             ("advantage", "value_target") if self.kind.writer == "rollout" else ()
         )
         self.is_ours = not form.startswith("torchrl")
-        # TorchRL's writer takes rows for written before they are
-        self.publishes = form != "their ring"
         self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
         world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(
             self.kind.writer, World
@@ -807,7 +802,7 @@ class Machine:
 
     def kill(self, a: int, b: int) -> None:
         """Kill a process at some line of a write."""
-        if self.is_shared and self.publishes and self.kind.writer is None:
+        if self.is_shared and self.kind.writer is None:
             self.in_child(a, b, 1 + (61 * a + b) % 800)
 
     def in_child(
@@ -850,8 +845,7 @@ class Machine:
         """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not,
         but for what it replaces."""
         # see `extend`
-        is_told = self.publishes and (self.is_ours or not self.lanes)
-        if self.kind.writer is None and is_told:
+        if self.kind.writer is None and (self.is_ours or not self.lanes):
             self.interrupted_at(1 + (61 * a + b) % 800, a, b)
 
     def interrupted_at(self, line: int, a: int, b: int) -> bool:

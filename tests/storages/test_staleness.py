@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
 )
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
@@ -110,6 +111,32 @@ def test_it_holds_for_an_update_of_ones_own(lanes: int) -> None:
         world.write(3)
         world.check_update(batch)
     assert world.rb.health()["stale_updates"] > 0
+
+
+def test_it_holds_under_torchrls_ring() -> None:
+    rb = ReplayBuffer(
+        storage=PackedStorage(30),
+        sampler=ProportionalSampler(30),
+        writer=TensorDictRoundRobinWriter(),
+        batch_size=12,
+    )
+    for first in range(0, 175, 7):
+        batch = rb.sample() if first else None
+        rb.extend(TensorDict({"x": torch.arange(first, first + 7)}, [7]))
+        if batch is None:
+            continue
+        expected, same = (
+            rb.sampler.priority(torch.arange(30)),
+            rb.storage["x"][batch["index"]] == batch["x"],
+        )
+        batch["td_error"] = ERROR + torch.arange(12.0) + 12 * first
+        rb.update_tensordict_priority(batch)
+        for row, error in zip(
+            batch["index"][same], batch["td_error"][same], strict=True
+        ):
+            expected[row] = error
+        assert torch.equal(rb.sampler.priority(torch.arange(30)), expected)
+    assert 0 < rb.health()["stale_updates"] < 24 * 12
 
 
 def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold() -> None:
