@@ -211,11 +211,12 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "windows": _windows,
     "steps of episodes": _steps_of_episodes,
 }
-#: Of samplers that draw rows independently of each other: each row's probability, in a
-# model of the buffer. : ``tests/test_composition.py`` compares their batches with it,
-# alone and within every wrapper.
+#: Each row's probability, in a model of the buffer.
+# ``tests/test_composition.py`` compares the draws of these samplers with it, alone and
+# within every wrapper.
 LAWS: dict[str, Callable[[model.Model], list[float]]] = {
     "uniform": model.uniform,
+    "young": lambda rows: model.uniform(rows, 11),
     "recency": lambda rows: model.recency(rows, 5.0, 17),
 }
 

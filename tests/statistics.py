@@ -20,8 +20,9 @@ FALSE_ALARM = 1e-4
 def assert_follows(counts: Counts, probability: Counts) -> None:
     """Assert that ``counts`` of independent draws fit ``probability``, by chi-square.
 
-    Cells that expect fewer than five draws are pooled; a cell of probability 0 must not
-    have been drawn at all. Stratified draws vary less than independent ones, so that a
+    Cells that expect fewer than five draws are pooled, with the least of the others if
+    all of them together expect fewer; a cell of probability 0 must not have been drawn
+    at all. Stratified draws vary less than independent ones, so that a
     right sampler passes all the more.
     """
     counts = np.asarray(counts, dtype=np.float64)
@@ -30,6 +31,8 @@ def assert_follows(counts: Counts, probability: Counts) -> None:
     assert not counts[probability == 0].any(), "a row of probability 0 was drawn"
     expected = probability * counts.sum()
     rare = expected < 5.0
+    if 0 < expected[rare].sum() < 5.0 and not rare.all():
+        rare |= expected == expected[~rare].min()
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     keep = expected > 0
@@ -47,12 +50,11 @@ def assert_follows(counts: Counts, probability: Counts) -> None:
 def power(probability: np.ndarray, draws: int, bias: float) -> float:
     """Return how surely :func:`assert_follows` fails a sampler whose every other row is
     ``bias`` too likely."""
+    probability = probability[probability > 0]
     tilt = np.where(np.arange(len(probability)) % 2 == 0, 1.0 + bias, 1.0 - bias)
     biased = probability * tilt / (probability * tilt).sum()
-    noncentrality = (
-        draws * ((biased - probability) ** 2 / probability)[probability > 0].sum()
-    )
-    freedom = (probability > 0).sum() - 1
+    noncentrality = draws * ((biased - probability) ** 2 / probability).sum()
+    freedom = len(probability) - 1
     return float(
         stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality)
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +23,21 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     ReplayBufferMixture,
-    RingWriter,
     RolloutBuffer,
     SchemaError,
     UniformSampler,
     functional,
 )
 from rlbuf_td.kernels.dispatch import why_not_triton
-from tests import test_composition as composition
 from tests.catalogue import SAMPLERS, SCHEMAS, Schema, assert_same, copied, transitions
 from tests.catalogue import numbered_rows as data
 from tests.samplers.test_training_loops import NEVER_WAIT, loop
-from tests.test_composition import FILLS, RECIPES
 
 GPU = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch finds no GPU"
 )
 on_gpu = partial(PackedStorage, device=GPU)
-
-
-class ReadsFromGPU(ReplayBuffer):
-    """A buffer with rows on a GPU, whose batches are copied to the CPU, where the tests
-    look at them."""
-
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        batch = super().sample(*args, **kwargs)
-        assert all(leaf.is_cuda for leaf in batch.values(True, True))
-        return batch.cpu()
-
-    def update_tensordict_priority(self, data: Any) -> None:
-        super().update_tensordict_priority(data.to(GPU))
-
-
-CASES = [
-    (kind, recipe, *place)
-    for (i, kind), (j, recipe) in product(
-        enumerate(("uniform", "proportional", "rank")), enumerate(RECIPES)
-    )
-    for place in [[*product((1, 2), FILLS)][(i + j) % 6]]
-]
-
-
-@pytest.mark.parametrize(("kind", "recipe", "ndim", "fill"), CASES)
-def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill, monkeypatch):
-    monkeypatch.setitem(
-        composition.BUFFERS, "on a GPU", (ReadsFromGPU, on_gpu, RingWriter)
-    )
-    composition.check(kind, RECIPES[recipe], ndim, fill, "on a GPU")
 
 
 def test_kernels_are_right_and_run():

@@ -4,7 +4,7 @@ before the call, or as after it.
 ``CHANGES`` lists the calls. Each is interrupted at some of its lines, in a copy of the
 same small buffer, and ``state_of`` says what must be as before or as after. Then the
 checks of all parts must pass, and the next calls must work. Writes have a test of their
-own, because they may lose the rows that they replace (``storages/test_interrupts.py``).
+own, because they may lose the rows that they replace (``storages/test_kill.py``).
 """
 
 from __future__ import annotations

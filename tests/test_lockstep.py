@@ -27,17 +27,19 @@ from dataclasses import dataclass
 from linecache import getline
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import (
+    TensorDictReplayBuffer,
+)
 
 import rlbuf_td
 from rlbuf_td import (
+    EpisodeStats,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -55,7 +57,9 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.kernels.dispatch import uses_numba
 from tests import model as m
+from tests.backends import running
 from tests.model import Model, Recipe, Row, World
 
 PACKAGE = str(Path(rlbuf_td.__file__).parent)
@@ -82,6 +86,27 @@ FORMS: dict[str, dict[str, Any]] = {
     "reopen, lanes": {"ndim": 2, "scratch_dir": True, "reopen": True},
     "torchrl": {},
     "torchrl, lanes": {"ndim": 2},
+    "transformed": {},
+    "collated": {},
+    "counted, lanes": {"ndim": 2},
+}
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+#: Parts of the buffers of a form, which make batches or write rows in other ways.
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "transformed": lambda: {"transform": unchanged},
+    "collated": lambda: {"collate_fn": unchanged},
+    "counted, lanes": lambda: {
+        "stats": EpisodeStats(),
+        "samples_per_insert": 1.0,
+        "min_size": 1,
+        "tolerance": 1e9,
+        "device": "cpu",
+    },
 }
 
 
@@ -268,9 +293,9 @@ def stopped(line: int, number: int) -> Iterator[Stopper]:
     stopper = Stopper(line, number)
     sys.settrace(stopper)
     try:
-        yield stopper
-    except KeyboardInterrupt:
-        pass
+        with suppress(KeyboardInterrupt):
+            yield stopper
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         sys.settrace(outer)
         signal.signal(signal.SIGINT, handler)
@@ -295,7 +320,8 @@ class Machine:
 
     def __init__(self, form: str, kind: str, folder: Path, seed: int) -> None:
         self.name, self.kind, self.folder = kind, KINDS[kind], folder
-        self.options, self.made = FORMS[form], 0
+        self.form, self.options, self.made = form, FORMS[form], 0
+        self.is_compiled = uses_numba(torch.device("cpu"))
         self.lanes = LANES if "ndim" in self.options else 0
         self.steps = 2 + seed % 11 + (ANCHORS if self.kind.writer is QueueWriter else 0)
         self.extra = (
@@ -348,6 +374,8 @@ class Machine:
         cls = ReplayBuffer
         if not self.is_ours:
             cls, parts = TensorDictReplayBuffer, {"writer": RingWriter()}
+        if self.form in PARTS:
+            parts |= PARTS[self.form]()
         return cls(storage=storage, sampler=sampler, batch_size=size, **parts)
 
     @property
@@ -595,8 +623,11 @@ class Machine:
     def empty(self, a: int, b: int) -> None:
         if a % 3 == 0:  # emptying is rare
             self.rb.empty()
-            self.model.empty()
-            self.batches = self.stale()
+            self.emptied()
+
+    def emptied(self) -> None:
+        self.model.empty()
+        self.batches = self.stale()
 
     def stale(self) -> list[tuple[TensorDictBase, list[Row]]]:
         """Return the batches drawn so far, whose rows have all been replaced."""
@@ -700,8 +731,67 @@ class Machine:
 
     # -- processes
 
+    def fork(self, a: int, b: int) -> None:
+        """Go on with a copy in another process, of which this one sees nothing."""
+        if self.is_shared or "scratch_dir" in self.options or self.mixed is not None:
+            return
+
+        def work() -> None:
+            self.extend(a, b)
+            self.check(looks=True)
+            self.sample(0, 0)
+
+        assert forked(work) == 0
+
+    def actor(self, a: int, b: int) -> None:
+        """Let an actor in another process take a lane, and perhaps die of its work."""
+        if not self.appends or not self.is_shared:
+            return
+        lane, before = a % LANES, self.model.written
+        rows = [self.world.make(lane) for _ in range(1 + b % 3)]
+
+        def work() -> None:
+            handle = self.rb.lane(lane)
+            for row in rows:
+                handle.add(m.as_tensordict([row])[0])
+            if b % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        assert forked(work) == -signal.SIGKILL * (b % 2)
+        self.model.begin_episodes([lane])
+        self.world.tell([(lane, row) for row in rows])
+        self.wrote(before)
+        self.handles.pop((self.rb, lane), None)
+
+    def crash(self, a: int, b: int) -> None:
+        """Kill a process at some line of a draw, or while it removes all rows."""
+        is_ours = self.is_ours and self.kind.writer is None
+        if self.is_shared and is_ours and self.draws:
+            self.killed_at(1 + (61 * a + b) % 500, is_draw=a % 4 > 0)
+
+    def killed_at(self, line: int, *, is_draw: bool) -> bool:
+        """Return whether the process has died."""
+        call = self.rb.sample if is_draw else self.rb.empty
+
+        def work() -> None:
+            with stopped(line, signal.SIGKILL):
+                call()
+
+        code = forked(work)
+        assert code in (0, -signal.SIGKILL)
+        if not is_draw and not len(self.rb):
+            self.emptied()
+        return code != 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether a batch of the usual size can be drawn."""
+        return len(self.model) >= (ANCHORS if self.kind.distinct else 1)
+
     def share(self, a: int, b: int) -> None:
-        if a % 4 == 0:
+        if a % 4 == 0 and (
+            self.is_compiled or not isinstance(self.sampler, RankSampler)
+        ):
             self.rb.share()
             self.is_shared = True
 
@@ -755,18 +845,51 @@ class Machine:
         """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not,
         but for what it replaces."""
         # see `extend`
-        if self.kind.writer is not None or (self.lanes and not self.is_ours):
-            return
+        if self.kind.writer is None and (self.is_ours or not self.lanes):
+            self.interrupted_at(1 + (61 * a + b) % 800, a, b)
+
+    def interrupted_at(self, line: int, a: int, b: int) -> bool:
+        """Return whether the write has come so far."""
         before, after = m.saved(self.world), self.world
         before.rb, written = self.rb, self.model.written
         rows = m.saved(self.world)
-        with stopped(1 + (61 * a + b) % 800, signal.SIGINT):
+        with stopped(line, signal.SIGINT) as stopper:
             self.write(after, a, b)
         rows.rb = Silent()
         lanes = self.write(rows, a, b)
         if after.model.written == written:
             rows.rb, after = before.rb, rows
         self.settle(before, after, written, lanes, sure=False)
+        return stopper.left <= 0
+
+    def interrupt_change(self, a: int, b: int) -> None:
+        """Interrupt an update, or the removal of all rows, which is made or not."""
+        if len(self.model) and self.is_ours:
+            self.change_interrupted_at(1 + (61 * a + b) % 400, a, is_update=a % 4 > 0)
+
+    def change_interrupted_at(self, line: int, a: int, *, is_update: bool) -> bool:
+        """Return whether the change has come so far."""
+        if not is_update or not self.is_prioritized:
+            with stopped(line, signal.SIGINT) as stopper:
+                self.rb.empty()
+            if not len(self.rb):
+                self.emptied()
+            return stopper.left <= 0
+        rows = self.model.rows()
+        cells = torch.tensor([self.model.cell(row) for row in rows])
+        index = cells if self.lanes else cells[:, 0]
+        errors = [(a + 3 * at) % 11 / 4 for at in range(len(rows))]
+        with stopped(line, signal.SIGINT) as stopper:
+            self.rb.update_priority(index, torch.tensor(errors))
+        updated = m.saved(self.world)
+        updated.model.update(updated.model.rows(), errors)
+        found = self.sampler.priority(
+            m.index_of(self.model, rows), storage=self.rb.storage
+        )
+        wanted = torch.tensor([row.priority for row in updated.model.rows()])
+        if torch.allclose(found.float(), wanted):
+            self.model.update(rows, errors)
+        return stopper.left <= 0
 
     def settle(
         self,
@@ -804,14 +927,37 @@ class Machine:
         return False
 
     def reopen(self, a: int, b: int) -> None:
-        """Let go of the rows in the folder, perhaps by a kill, and continue them."""
+        """Let go of the rows in the folder, and continue them, perhaps after another
+        process that was killed at some line of a write."""
         if "reopen" not in self.options:
             return
         self.rb.shutdown()
         self.world.rb, self.handles, self.mixed = None, {}, None
-        self.world.rb = self.build()
+        self.model.begin_episodes()
+        if a % 2 and self.kind.writer is None:
+            self.reopened_after_kill_at(1 + (61 * a + b) % 800, a, b)
+        else:
+            self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
         self.model.begin_episodes()
+
+    def reopened_after_kill_at(self, line: int, a: int, b: int) -> bool:
+        """Return whether the write has come so far."""
+        before, child = m.saved(self.world), self.world
+        written = self.model.written
+
+        def work() -> None:
+            child.rb = self.build()
+            with stopped(line, signal.SIGKILL):
+                self.write(child, a, b)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert forked(work) == -signal.SIGKILL
+        child.rb = Silent()
+        lanes = self.write(child, a, b)
+        child.rb = before.rb = self.build()
+        self.settle(before, child, written, lanes, sure=False)
+        return self.world is before
 
     def mix(self, a: int, b: int) -> None:
         """Draw from a mixture with another buffer."""
@@ -900,7 +1046,10 @@ class Machine:
         ][a % 3]()
         with pytest.raises(ValueError, match=r"missing|expected|unknown"):
             self.rb.extend(bad[:, None] if self.lanes else bad)
-        if self.is_prioritized:
+        if self.appends:  # by a new handle, whose first row would begin an episode
+            with pytest.raises(ValueError, match=r"missing|expected|unknown"):
+                self.rb.lane(a % LANES).extend(bad[:1])
+        if self.is_prioritized and self.is_compiled:  # else they are counted
             with pytest.raises((ValueError, IndexError)):
                 self.rb.update_priority(
                     torch.tensor([[99, 0]] if self.lanes else [99]), torch.tensor([1.0])
@@ -914,6 +1063,8 @@ class Machine:
         if self.is_prioritized:
             self.sampler.rule.check()
         m.assert_holds(rb, model, episodes=looks, extra=self.extra)
+        if self.is_ours and rb.flow is not None:
+            assert rb.flow.report()["inserts"] == rb.write_count
         if self.is_prioritized and len(model):
             law, rows = self.kind.law(model), model.rows()
             found = self.sampler.probability(
@@ -957,6 +1108,7 @@ OPERATIONS = (
         "share",
     ),
     *("write_elsewhere", "kill", "interrupt", "reopen", "mix", "move", "refused"),
+    *("fork", "actor", "crash", "interrupt_change"),
 )
 CASES = [(form, kind) for kind, made in KINDS.items() for form in made.forms]
 _number = st.integers(0, 60)
@@ -969,12 +1121,21 @@ _phases = [phase for phase in Phase if phase is not Phase.explain]
 
 
 def play(
-    form: str, kind: str, operations: list[tuple[str, int, int]], seed: int, looks: bool
+    form: str,
+    kind: str,
+    operations: list[tuple[str, int, int]],
+    seed: int,
+    looks: bool = True,
+    backend: str = "compiled",
 ) -> None:
     """Do the operations, and compare with the model after each; ``looks``: also
     episodes, else only at the end."""
     torch.manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),
+        running(backend),
+    ):
         # TorchRL warns of another batch size, Python 3.12 of forks beside threads
         warnings.simplefilter("ignore")
         machine = Machine(form, kind, Path(folder), seed)
@@ -985,7 +1146,7 @@ def play(
                 machine.sample(0, 0)
                 machine.check(looks=False)
             except BaseException as error:
-                where = f"over {form} rows, {kind}, steps={machine.steps}"
+                where = f"over {form} rows, {kind}, steps={machine.steps}, {backend}"
                 raise AssertionError(
                     f"operation {number}, {name}({a}, {b}), {where}: {error}"
                 ) from error
@@ -1003,14 +1164,80 @@ def test_operations_agree_with_the_model(
     )
 
 
-@pytest.mark.parametrize("kind", ["uniform", "n-step", "sequence of all", "chunks"])
-@settings(max_examples=4, phases=_phases)
+#: Programs that once failed, or meet a case that random ones seldom meet; with the seed
+# 2, a lane has 4 steps. `append(0, b)` writes `1 + b % 12` rows to the lane `b % 3`.
+TWO_ROWS = [("append", 0, 0), ("append", 0, 0)]
+PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
+    "a write of as many rows as a lane has cuts an episode": (
+        "lanes",
+        "uniform",
+        [("empty", 0, 0), *TWO_ROWS, ("append", 0, 3), ("append", 0, 3)],
+        2,
+    ),
+    "a write of more rows than a lane has, after all were removed": (
+        "lanes",
+        "uniform",
+        [*TWO_ROWS, ("empty", 0, 0), ("append", 0, 6)],
+        2,
+    ),
+    "a new rollout cuts an episode": (
+        "plain",
+        "rollout",
+        [("extend", 50, 0), ("extend", 3, 0), ("extend", 0, 0), ("extend", 50, 0)],
+        2,
+    ),
+    "an episode whose first row a load does not bring back": (
+        "plain",
+        "n-step",
+        [("extend", 5, 0), ("add", 0, 0), ("save", 1, 0), ("load", 0, 0)],
+        3,
+    ),
+    "an edit after a load joins no episodes": (
+        "plain",
+        "n-step",
+        [
+            *[("extend", 3, 0), ("save", 0, 0), ("load", 0, 0), ("extend", 2, 0)],
+            *[("edit", 1, 0), ("edit", 3, 1), ("edit", 6, 2)],
+        ],
+        7,
+    ),
+    "a load and a reopening join no episodes": (
+        "reopen",
+        "n-step",
+        [
+            *[("extend", 3, 0), ("reopen", 0, 0), ("extend", 2, 0), ("save", 1, 0)],
+            *[("load", 1, 0), ("reopen", 0, 0), ("add", 0, 0), ("reopen", 1, 60)],
+        ],
+        7,
+    ),
+    "lanes whose actors die, one after another": (
+        "shared lanes",
+        "proportional",
+        [
+            *[("actor", 1, 1), ("actor", 1, 2), ("append", 0, 1), ("actor", 1, 3)],
+            *[("update", 4, 0), ("crash", 3, 7), ("actor", 1, 4), ("kill", 9, 9)],
+        ],
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_that_once_failed(name: str, backend: str) -> None:
+    form, kind, operations, seed = PROGRAMS[name]
+    play(form, kind, operations, seed, True, backend)
+
+
+@pytest.mark.parametrize(
+    "kind", ["uniform", "rank", "n-step", "sequence of all", "chunks"]
+)
+@settings(max_examples=3, phases=_phases)
 @given(operations=_operations, seed=_seeds, looks=st.booleans())
-def test_the_boundaries_of_other_devices_agree(
+def test_the_reference_agrees_with_the_model(
     kind: str, operations: Any, seed: int, looks: bool
 ) -> None:
-    with mock.patch("rlbuf_td.storages.episodes.uses_numba", return_value=False):
-        play("lanes", kind, operations, seed, looks)
+    play("lanes", kind, operations, seed, looks, "reference")
 
 
 def reported(pipe: Any, *arguments: Any) -> None:
@@ -1045,14 +1272,24 @@ def test_rows_stay_in_place_whatever_moves_the_memory_that_was_handed_out(
 
 
 @pytest.mark.slow
-@settings(max_examples=50, phases=_phases)
-@given(
-    case=st.sampled_from(CASES),
-    operations=_operations,
-    seed=_seeds,
-    looks=st.booleans(),
-)
-def test_many_more_operations_in_processes_that_may_crash_or_hang(
-    case: tuple[str, str], operations: Any, seed: int, looks: bool
+@pytest.mark.parametrize(("form", "kind"), CASES)
+@settings(max_examples=2, phases=_phases)
+@given(operations=_operations, seed=_seeds, looks=st.booleans())
+def test_every_kind_over_every_form_in_processes_that_may_crash_or_hang(
+    form: str, kind: str, operations: Any, seed: int, looks: bool
 ) -> None:
-    apart(*case, operations, seed, looks)
+    apart(form, kind, operations, seed, looks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=3, phases=_phases)
+@given(data=st.data(), operations=_operations, seed=_seeds, looks=st.booleans())
+def test_the_reference_agrees_over_every_form(
+    kind: str, data: Any, operations: Any, seed: int, looks: bool
+) -> None:
+    forms = [*KINDS[kind].forms]
+    if kind == "rank":  # is not shared without numba
+        forms = [form for form in forms if "shared" not in form]
+    form = data.draw(st.sampled_from(forms))
+    apart(form, kind, operations, seed, looks, "reference")

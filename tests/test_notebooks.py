@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -216,17 +215,6 @@ def test_its_asserts_stand_in_folded_cells_at_its_end(path):
 def test_it_begins_with_what_its_reader_will_be_able_to_do(path):
     beginning = nbformat.read(path, as_version=4).cells[0].source
     assert re.match(r"# .*\n\nAfter this notebook you can\n\n- ", beginning)
-
-
-@each_notebook
-def test_its_headings_skip_no_level(path):
-    cells = nbformat.read(path, as_version=4).cells
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    levels = [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
 @each_notebook

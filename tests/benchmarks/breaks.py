@@ -129,7 +129,7 @@ BREAKS = [
         "storages/packed.py",
         "                        self.episodes.end()\n            file.finish()",
         "                        pass\n            file.finish()",
-        "tests/storages/test_reopen.py -k 'trajectories or break'",
+        "tests/storages/test_kill.py -k reopened",
     ),
     Break(
         "rows of one lane in one call share a place",
@@ -396,7 +396,7 @@ BREAKS = [
         "storages/packed.py",
         "            self.shared = True\n",
         "            self.shared = self.scratch_dir is None\n",
-        "tests/storages/test_sharing_matrix.py -k 'file and fork'",
+        "tests/storages/test_sharing.py -k 'file and fork'",
     ),
     Break(
         "a dump keeps a chunk that has changed on the disk",
@@ -439,7 +439,7 @@ BREAKS = [
             permission.ask()
         with self._storage.lock:
 """,
-        "tests/buffers/test_waiting.py",
+        "tests/buffers/test_flow.py -k waited",
     ),
     Break(
         "a TensorDict is written from the addresses of a step",

@@ -25,9 +25,6 @@ from torchrl.envs import Transform
 
 from rlbuf_td import (
     EpisodeStats,
-    ExperienceQueue,
-    HindsightSampler,
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -36,17 +33,13 @@ from rlbuf_td import (
     RingWriter,
     RolloutBuffer,
     SchemaError,
-    SequenceSampler,
     ShutDown,
     TrajectoryIndex,
-    UniformSampler,
     make_transition,
     schema_of,
 )
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from tests.backends import forced
-from tests.catalogue import SCHEMAS, assert_same, reward_fn, transitions
-from tests.test_lockstep import forked
+from tests.catalogue import SCHEMAS, assert_same, transitions
 
 STEPS, LANES = 7, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -254,35 +247,20 @@ def reserved(lanes: int | None, **given: Any) -> Callable[[Path], ReplayBuffer]:
     return make
 
 
-SAMPLERS: dict[str, Any] = {
-    "proportional": lambda: ProportionalSampler(STEPS * LANES),
-    "rank": lambda: RankSampler(STEPS * LANES),
-    "n-step": lambda: NStepSampler(ProportionalSampler(STEPS * LANES), 3, 0.9),
-    "hindsight": lambda: HindsightSampler(UniformSampler(), reward_fn),
-    "sequence": lambda: SequenceSampler(UniformSampler(), 2),
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "share_next": {"share_next": ["image"]},
-    "frames": {"frames": {"image": 4}},
-    "shared": {"shared": True},
-    "file": {"scratch_dir": True},
-    "reopened": {"scratch_dir": True, "reopen": True},
-}
 #: Makers of buffers by name, for single environments and for several.
 KINDS: dict[tuple[str, int | None], Callable[[Path], Any]] = {}
 for _lanes in (None, LANES):
     _over = partial(over, lanes=_lanes)
-    _kinds = {name: _over(options) for name, options in OPTIONS.items()}
-    _kinds |= {name: _over(sampler=sampler) for name, sampler in SAMPLERS.items()}
-    _kinds |= {
+    _kinds = {
+        "plain": _over(),
+        "share_next": _over({"share_next": ["image"]}),
+        "proportional": _over(sampler=partial(ProportionalSampler, STEPS * LANES)),
         "all at once": _over(
-            OPTIONS["frames"] | {"shared": True}, sampler=SAMPLERS["rank"]
+            {"frames": {"image": 4}, "shared": True},
+            sampler=partial(RankSampler, STEPS * LANES),
         ),
         "statistics": _over(stats=EpisodeStats),
         "transform": _over(transform=Adds),
-        "flow control": _over(samples_per_insert=1.0, min_size=2, tolerance=1e9),
-        "device": _over(device="cpu"),
         "subclass": _over(cls=lambda: ByThrees),
         "writer": _over(writer=Counts),
         "reserved": reserved(_lanes),
@@ -291,7 +269,6 @@ for _lanes in (None, LANES):
     }
     KINDS |= {(name, _lanes): make for name, make in _kinds.items()}
 KINDS["reservoir", None] = over(writer=ReservoirWriter)
-KINDS["queue", None] = over(cls=lambda: ExperienceQueue)
 
 
 @pytest.mark.parametrize(("kind", "lanes"), KINDS, ids=lambda value: str(value or ""))
@@ -303,67 +280,6 @@ def test_a_step_becomes_the_row_that_add_writes(kind, lanes, tmp_path):
     if hasattr(twins.rb, "kept"):
         twins.write(2)
         assert_same(*(torch.stack(each.kept[-2:]) for each in twins.both))
-
-
-APART = (
-    *(
-        "plain",
-        "share_next",
-        "frames",
-        "shared",
-        "file",
-        "proportional",
-        "rank",
-        "n-step",
-    ),
-    *("all at once", "statistics", "transform", "flow control", "writer", "reserved"),
-)
-
-
-@pytest.mark.parametrize("kind", APART)
-def test_lanes_that_advance_alone_get_the_rows_of_extend(kind, tmp_path):
-    twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
-    twins.write_lanes(1)  # before any step of all lanes
-    for lane in range(LANES):
-        twins.write_lanes(*[lane] * (3 + 2 * lane), 0)
-        twins.check()
-        twins.write(2)
-        twins.check()
-
-
-@pytest.mark.parametrize("kind", ["plain", "share_next", "shared", "transform"])
-def test_a_handle_begins_an_episode_with_its_first_step(kind, tmp_path):
-    twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
-    twins.write()
-    handles = [each.lane(1) for each in twins.both]
-    for count in (1, 2, 3, 4):
-        for _ in range(count):
-            step = twins.steps.make(LANES, 1)
-            handles[0].add_step(**step)
-            handles[1].add(transition(**step))
-        twins.write()
-        if count == 2:
-            handles = [each.lane(1) for each in twins.both]
-        if count == 3:  # both ways of writing belong to one handle
-            step = twins.steps.make(LANES, 1)
-            for handle in handles:
-                handle.add(transition(**copy.deepcopy(step)))
-        twins.check()
-
-
-@pytest.mark.parametrize("kind", ["plain", "share_next", "shared", "rank", "reserved"])
-def test_a_step_takes_less_than_half_the_time_of_a_tensordict(kind, tmp_path):
-    twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
-    steps, spent = [twins.steps.make(LANES) for _ in range(60)], [0.0, 0.0]
-    for number, step in enumerate(steps):
-        began = time.thread_time()
-        twins.rb.add_step(**step)
-        between = time.thread_time()
-        twins.twin.add(transition(**step))
-        if number >= 20:
-            spent[0] += between - began
-            spent[1] += time.thread_time() - between
-    assert spent[0] < spent[1] / 2
 
 
 # -- what steps consist of
@@ -647,35 +563,6 @@ def test_steps_go_on_after_what_changes_a_buffer(change, kind, tmp_path):
             assert state_of(others[0])[0] == state_of(others[1])[0]
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))],
-)
-def test_programs_of_changes_leave_equal_buffers(seed, tmp_path):
-    rng = np.random.default_rng(seed)
-    twins = Twins(KINDS["proportional", LANES], tmp_path, LANES)
-    twins.write()
-    for number, name in enumerate(rng.permutation([*CHANGES])):
-        # a shared buffer refuses other parts
-        if not (name.startswith("set_") and twins.rb.shared):
-            CHANGES[name](twins, tmp_path / str(number))
-        twins.write(rng.integers(0, 4))
-        twins.write_lanes(*rng.integers(0, LANES, rng.integers(0, 4)).tolist())
-        twins.check(samples=False)
-
-
-def test_edited_rows_are_followed_by_steps(tmp_path):
-    twins = Twins(KINDS["proportional", None], tmp_path)
-    twins.write(STEPS + 2)
-    for _ in range(2):
-        for each in twins.both:
-            each.storage.set(torch.tensor([2, 0]), each.storage[:2].clone())
-        twins.write(2)
-        twins.check()
-    twins.write(STEPS)
-    twins.check()
-
-
 def test_the_memory_of_a_step_keeps_no_rows():
     rb, steps, gone = over(lanes=LANES)(Path()), Steps(), []
     for _ in range(3):
@@ -685,24 +572,6 @@ def test_the_memory_of_a_step_keeps_no_rows():
     rb.set_storage(PackedStorage(STEPS * LANES, ndim=2, lanes=LANES))
     del kept
     assert gone
-
-
-@pytest.mark.parametrize("kind", ["shared", "reserved, shared", "all at once"])
-@pytest.mark.parametrize("lanes", [None, LANES])
-def test_a_forked_process_writes_steps_between_two_of_its_parent(kind, lanes, tmp_path):
-    twins = Twins(KINDS[kind, lanes], tmp_path, lanes)
-    twins.write(3)
-    steps = [twins.steps.make(lanes) for _ in range(5)]
-
-    def work() -> None:
-        for step in steps:
-            twins.rb.add_step(**copy.deepcopy(step))
-
-    assert forked(work) == 0
-    for step in steps:
-        twins.twin.add(transition(**step))
-    twins.write(2)
-    twins.check()
 
 
 def test_each_thread_has_a_step_of_its_own():
@@ -734,15 +603,6 @@ def test_each_thread_has_a_step_of_its_own():
     for lane in range(8):
         expected = torch.stack(written[lane][-STEPS:])
         assert_same(rb.lane(lane).chronological().exclude("index"), expected)
-
-
-@pytest.mark.parametrize("kind", ["plain", "share_next", "proportional", "n-step"])
-def test_steps_are_written_with_torch_where_numba_is_off(kind, tmp_path):
-    with forced("torch"):
-        twins = Twins(KINDS[kind, LANES], tmp_path, LANES)
-        twins.write(STEPS + 2)
-        twins.write_lanes(1, 0, 1)
-        twins.check()
 
 
 def test_priorities_are_set_by_td_errors_in_steps(tmp_path):

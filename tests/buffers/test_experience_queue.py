@@ -40,17 +40,6 @@ def make(timeout: float | None = 60.0) -> ExperienceQueue:
     )
 
 
-def test_rows_come_in_order_once_around_the_ring():
-    queue, taken = make(), []
-    for first in range(0, 120, 6):
-        queue.extend(rows(first, 5))
-        queue.add(rows(first + 5, 1)[0])
-        while queue.waiting >= BATCH:
-            taken += queue.sample()["x"].tolist()
-    assert taken == list(range(120))
-    assert queue.waiting == 0
-
-
 def test_it_waits_for_rows_and_for_room_no_longer_than_told():
     queue = make(timeout=0.05)
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Flow control of a plain buffer: in one thread, in several, and in several
-processes."""
+"""Flow control of a plain buffer: in one thread, in several, and in several processes;
+batches that wait."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch import nn
 from torchrl.data.replay_buffers import RandomSampler
 
-from rlbuf_td import PackedStorage, ReplayBuffer, ShutDown, UniformSampler
+from rlbuf_td import (
+    EpisodeSampler,
+    ExperienceQueue,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    ShutDown,
+    UniformSampler,
+)
 from rlbuf_td.buffers.flow import FlowControl
-
-
-def rows(count: int) -> TensorDict:
-    return TensorDict({"x": torch.arange(count)}, [count])
+from tests.catalogue import numbered_rows
 
 
 def buffer(**flow) -> ReplayBuffer:
@@ -73,7 +82,7 @@ def test_without_a_tolerance_the_least_possible_one_is_taken():
 @pytest.mark.parametrize("size", [0, 3, None, -1, 2.5])
 def test_a_batch_counts_as_many_rows_as_it_has(size):
     rb = buffer(samples_per_insert=1.0, tolerance=100.0)
-    rb.extend(rows(20))
+    rb.extend(numbered_rows(20))
     count = 0
     if size in (-1, 2.5):
         with pytest.raises(ValueError, match="batch_size must be a whole number"):
@@ -96,7 +105,7 @@ def waited(rb: ReplayBuffer) -> TensorDict:
     def write() -> None:
         if "sample_waits" in rb.health():
             until_waits(rb, "sample_waits", before + 1)
-        rb.extend(rows(5))
+        rb.extend(numbered_rows(5))
 
     before = rb.health().get("sample_waits", 0)
     writer = threading.Timer(0.05, write)
@@ -110,7 +119,7 @@ def test_a_batch_waits_for_rows_and_for_permission():
     rb = buffer(samples_per_insert=1.0, min_size=10, tolerance=20)
     with pytest.raises(RuntimeError, match="does not admit a batch of 8 rows"):
         rb.sample()
-    rb.extend(rows(9))
+    rb.extend(numbered_rows(9))
     with pytest.raises(TimeoutError, match="9 of min_size=10 rows have been written"):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
@@ -132,7 +141,7 @@ def test_a_batch_of_distinct_rows_waits_until_there_are_enough():
     rb = ReplayBuffer(
         storage=PackedStorage(1_000), sampler=UniformSampler(unique=True), batch_size=8
     )
-    rb.extend(rows(4))
+    rb.extend(numbered_rows(4))
     assert not rb.can_sample()
     assert rb.can_sample(4)
     with pytest.raises(
@@ -150,13 +159,13 @@ def test_a_thread_waits_until_there_is_a_batch():
         buffer(shared=True),
     ):
         assert not rb.wait_until_sampleable(timeout=0.01)
-        writer = threading.Timer(0.05, rb.extend, (rows(12),))
+        writer = threading.Timer(0.05, rb.extend, (numbered_rows(12),))
         writer.start()
         assert rb.wait_until_sampleable()
         writer.join()
         rb.sample()
     limited = buffer(samples_per_insert=1.0, tolerance=16)
-    limited.extend(rows(8))
+    limited.extend(numbered_rows(8))
     for admitted in (True, True, True, False):
         assert (
             limited.can_sample() is limited.wait_until_sampleable(timeout=0) is admitted
@@ -173,7 +182,7 @@ def test_a_wait_is_cancelled(flow):
     with pytest.raises(RuntimeError, match="cancel_event of this call was set"):
         rb.sample(wait=True, cancel_event=cancelled)
     assert not rb.wait_until_sampleable(cancel_event=cancelled)
-    rb.extend(rows(8))
+    rb.extend(numbered_rows(8))
     cancelled.clear()
     assert rb.sample(wait=True, cancel_event=cancelled).shape == (8,)
 
@@ -184,7 +193,7 @@ def test_batches_and_their_rows_are_counted(shared, ndim):
     rb = ReplayBuffer(
         storage=PackedStorage(100, ndim=ndim), batch_size=8, shared=shared
     )
-    data = rows(20) if ndim == 1 else rows(20).view(2, 10)
+    data = numbered_rows(20) if ndim == 1 else numbered_rows(20).view(2, 10)
     with pytest.raises(RuntimeError):
         rb.sample()
     rb.extend(data)
@@ -216,7 +225,7 @@ def test_batches_and_their_rows_are_counted(shared, ndim):
 )
 def test_batches_that_other_code_draws_are_counted_once(parts):
     rb = ReplayBuffer(storage=PackedStorage(100), batch_size=8, **parts)
-    rb.extend(rows(20))
+    rb.extend(numbered_rows(20))
     for _ in range(3):
         rb.sample()
     assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (3, 24)
@@ -225,8 +234,8 @@ def test_batches_that_other_code_draws_are_counted_once(parts):
 
 def test_a_write_waits_until_enough_has_been_sampled():
     rb = buffer(samples_per_insert=1.0, tolerance=16)
-    rb.extend(rows(16))
-    writer = threading.Thread(target=rb.add, args=(rows(1)[0],))
+    rb.extend(numbered_rows(16))
+    writer = threading.Thread(target=rb.add, args=(numbered_rows(1)[0],))
     writer.start()
     until_waits(rb, "insert_waits", 1)
     assert writer.is_alive()
@@ -237,12 +246,12 @@ def test_a_write_waits_until_enough_has_been_sampled():
 
 def test_shutdown_wakes_whoever_waits():
     rb = buffer(samples_per_insert=1.0, tolerance=16)
-    rb.extend(rows(16))
+    rb.extend(numbered_rows(16))
     found: list[str] = []
 
     def write() -> None:
         try:
-            rb.extend(rows(16))
+            rb.extend(numbered_rows(16))
         except ShutDown as error:
             found.append(str(error))
 
@@ -255,8 +264,8 @@ def test_shutdown_wakes_whoever_waits():
     for call in (
         rb.sample,
         partial(rb.sample, 3, wait=True),
-        partial(rb.add, rows(1)[0]),
-        partial(rb.extend, rows(1)),
+        partial(rb.add, numbered_rows(1)[0]),
+        partial(rb.extend, numbered_rows(1)),
     ):
         with pytest.raises(ShutDown):
             call()
@@ -265,7 +274,7 @@ def test_shutdown_wakes_whoever_waits():
 def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch):
     monkeypatch.setattr("rlbuf_td.buffers.waiting.PATIENCE", 0.02)
     rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, samples_per_insert=4)
-    rb.add(rows(1)[0])
+    rb.add(numbered_rows(1)[0])
     stop = threading.Timer(0.1, rb.shutdown)
     stop.start()
     counts = "1 rows were written and 0 sampled, with samples_per_insert=4, min_size=0, tolerance=4"
@@ -273,7 +282,7 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
         pytest.warns(UserWarning, match=f"a write has waited.*{counts}.*4 more rows"),
         pytest.raises(ShutDown),
     ):
-        rb.add(rows(1)[0])
+        rb.add(numbered_rows(1)[0])
     stop.join()
     for min_size, tolerance in ((0, None), (50, None), (0, 40)):
         flow: dict[str, Any] = {
@@ -283,7 +292,7 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
         }
         rb, drawn = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, **flow), 0
         for _ in range(200):
-            rb.add(rows(1)[0])
+            rb.add(numbered_rows(1)[0])
             while rb.can_sample():
                 drawn += len(rb.sample())
         assert abs(drawn - 4 * (200 - min_size)) <= 40
@@ -291,21 +300,21 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
 
 def test_a_batch_waits_for_as_many_rows_as_the_error_says():
     rb = buffer(samples_per_insert=1.0, min_size=50, tolerance=64)
-    rb.extend(rows(60))
+    rb.extend(numbered_rows(60))
     while rb.can_sample():
         rb.sample()
     for missing in (6, 5):
         said = f"72 sampled, with samples_per_insert=1, min_size=50, tolerance=64; .* {missing} more rows are written"
         with pytest.raises(TimeoutError, match=said):
             rb.sample(wait=True, timeout=0)
-        rb.add(rows(1)[0])
-    rb.extend(rows(4))
+        rb.add(numbered_rows(1)[0])
+    rb.extend(numbered_rows(4))
     rb.sample()
 
 
 def filled(count: int, **flow) -> ReplayBuffer:
     rb = buffer(**flow)
-    rb.extend(rows(count))
+    rb.extend(numbered_rows(count))
     return rb
 
 
@@ -332,19 +341,19 @@ EMPTIED += [emptied_by_a_state, emptied_by_a_dump, replaced]
 def extended_in_time(rb: ReplayBuffer, count: int) -> None:
     stop = threading.Timer(10, rb.shutdown)
     stop.start()
-    rb.extend(rows(count))
+    rb.extend(numbered_rows(count))
     stop.cancel()
 
 
 @pytest.mark.parametrize("remove", EMPTIED)
 def test_writes_and_batches_go_on_after_all_rows_are_removed(remove, tmp_path):
     rb = filled(16, samples_per_insert=1.0, tolerance=16, min_size=8)
-    rb.extend(rows(8))
+    rb.extend(numbered_rows(8))
     remove(rb, tmp_path)
     extended_in_time(rb, 7)
     with pytest.raises(RuntimeError, match="7 of min_size=8 rows have been written"):
         rb.sample()  # min_size holds again
-    rb.extend(rows(2))
+    rb.extend(numbered_rows(2))
     assert rb.sample().shape == (8,)
     assert (rb.health()["inserts"], rb.health()["samples"]) == (9, 8)
 
@@ -395,7 +404,7 @@ def test_rows_that_another_buffer_writes_count_as_written():
     rb = over(PackedStorage(1_000))
     with pytest.raises(RuntimeError, match="the buffer is empty, and min_size=10"):
         rb.sample()
-    ReplayBuffer(storage=rb.storage).extend(rows(20))
+    ReplayBuffer(storage=rb.storage).extend(numbered_rows(20))
     assert rb.sample().shape == (8,)
 
 
@@ -407,7 +416,7 @@ def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zer
     rb: ReplayBuffer = ReplayBuffer(
         batch_size=8, samples_per_insert=1.0, transform=fail
     )
-    rb.extend(rows(8))
+    rb.extend(numbered_rows(8))
     with pytest.raises(ZeroDivisionError):
         rb.sample()
     assert (rb.health()["inserts"], rb.health()["samples"]) == (0, 0)
@@ -415,7 +424,7 @@ def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zer
 
 def write_some(rb: ReplayBuffer, count: int) -> None:
     for _ in range(count):
-        rb.extend(rows(4))
+        rb.extend(numbered_rows(4))
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -440,3 +449,177 @@ def test_racing_writers_and_learners_stay_within_the_tolerance(processes):
         worst = max(worst, abs(flow["samples"] - 2.0 * (flow["inserts"] - 20)))
     assert 0 < worst <= 40
     assert rb.health()["inserts"] == 800
+
+
+# -- batches that wait, beside threads that remove rows
+
+END = {
+    "next": {"done": torch.zeros(8, 1, dtype=torch.bool), "reward": torch.ones(8, 1)}
+}
+ROWS = TensorDict({"x": torch.arange(8)} | END, [8])
+
+
+def shared_buffer(sampler: Any = None, size: int = 64, **settings: Any) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=PackedStorage(size), sampler=sampler, batch_size=4, **settings
+    )
+
+
+class Slow(nn.Module):
+    """A transform that takes long enough to run in a thread."""
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        time.sleep(2e-3)
+        return batch
+
+
+def empty(rb: ReplayBuffer, state: Any) -> None:
+    rb.empty()
+
+
+def empty_through_another_buffer(rb: ReplayBuffer, state: Any) -> None:
+    ReplayBuffer(storage=rb.storage).empty()
+
+
+def load_no_rows(rb: ReplayBuffer, state: Any) -> None:
+    rb.load_state_dict(state)
+
+
+REMOVALS = [empty, empty_through_another_buffer, load_no_rows]
+KINDS: dict[str, Callable[[], ReplayBuffer]] = {
+    "uniform": shared_buffer,
+    "proportional": lambda: shared_buffer(ProportionalSampler(64)),
+    "n-step": lambda: shared_buffer(NStepSampler(UniformSampler(), 3, 0.9)),
+    "minibatches": lambda: shared_buffer(MinibatchSampler()),
+    "flow control": lambda: shared_buffer(samples_per_insert=1e3, min_size=1),
+    "drawn ahead": lambda: shared_buffer(prefetch=2, transform=Slow()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_rows_that_a_batch_has_waited_for_stay_until_it_is_drawn(kind, remove):
+    rb = KINDS[kind]()
+    state = rb.state_dict()  # without rows
+    rb.extend(ROWS)
+    can_sample, found, removed = rb.sampler.can_sample, threading.Event(), []
+
+    def find(storage: Any, batch_size: int) -> bool:
+        """Let the other thread remove the rows once they have been found."""
+        can = can_sample(storage, batch_size)
+        found.set()
+        other.join(0.02)  # it needs the lock, which the draw keeps
+        return can
+
+    def remove_rows() -> None:
+        found.wait(10)
+        remove(rb, state)
+        removed.append(len(rb))
+
+    rb.sampler.can_sample = find
+    other = threading.Thread(target=remove_rows)
+    other.start()
+    batch = rb.sample(wait=True, timeout=5)
+    other.join(10)
+    assert batch["x"].shape == (4,)
+    assert removed == [0]
+    with pytest.raises(TimeoutError, match=r"the buffer is empty|of min_size=1 rows"):
+        rb.sample(wait=True, timeout=0.01)
+
+
+def test_with_flow_control_a_batch_also_waits_for_the_sampler():
+    rb = shared_buffer(EpisodeSampler(), samples_per_insert=10.0, tolerance=1000)
+    rb.extend(ROWS)
+    with pytest.raises(TimeoutError, match="EpisodeSampler cannot draw a batch of 4"):
+        rb.sample(wait=True, timeout=0.01)
+    assert rb.health()["samples"] == 0
+    ended = ROWS.clone()
+    ended["next", "done"][-1] = True
+    rb.extend(ended)
+    assert len(rb.sample(wait=True, timeout=10)) == 4
+    assert rb.health()["samples"] == 4
+
+
+def test_a_batch_whose_transform_fails_is_not_counted_as_sampled():
+    class Broken(nn.Module):
+        def forward(self, batch: TensorDict) -> TensorDict:
+            raise ArithmeticError
+
+    rb = shared_buffer(samples_per_insert=10.0, transform=Broken())
+    rb.extend(ROWS)
+    for wait in (False, True):
+        with pytest.raises(ArithmeticError):
+            rb.sample(wait=wait)
+    assert rb.health()["samples"] == 0
+
+
+NEVER = {
+    "unique": (partial(UniformSampler, unique=True), 9, "or unique=False"),
+    "drop_last": (partial(MinibatchSampler, drop_last=True), 9, "or drop_last=False"),
+    "n-step": (
+        lambda: NStepSampler(UniformSampler(unique=True), 2, 0.9),
+        9,
+        "or unique=False",
+    ),
+    "windows": (
+        lambda: SequenceSampler(UniformSampler(unique=True), 2),
+        18,
+        "or unique=False",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "size", "remedy"), NEVER.values(), ids=NEVER)
+def test_a_batch_that_no_rows_suffice_for_is_refused_instead_of_waited_for(
+    make, size, remedy
+):
+    rb = shared_buffer(make(), size=8)
+    said = f"a storage of 8 rows never has 9 .*: use a smaller batch, a larger storage, {remedy}"
+    for _ in range(2):  # empty, then full
+        for call in (
+            lambda: rb.sample(size, wait=True, timeout=0.01),
+            lambda: rb.can_sample(size),
+            lambda: rb.wait_until_sampleable(size, 0.01),
+        ):
+            with pytest.raises(ValueError, match=said):
+                call()
+        rb.extend(ROWS)
+    assert len(rb.sample(2, wait=True))
+
+
+SMALL = {
+    "its capacity": ({"size": 1}, "a queue of 1 rows never holds a batch of 2"),
+    "its max_age": ({"size": 4, "max_age": 0}, "only 1 rows are never older"),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), SMALL.values(), ids=SMALL)
+def test_a_queue_refuses_a_batch_size_beyond(settings, said):
+    def queue(batch_size: int | None, size: int, **settings: Any) -> ExperienceQueue:
+        return ExperienceQueue(
+            storage=PackedStorage(size), batch_size=batch_size, **settings
+        )
+
+    with pytest.raises(ValueError, match=said):
+        queue(2, **settings)
+    rb = queue(None, **settings)
+    rb.extend(ROWS[:1])
+    with pytest.raises(ValueError, match=said):
+        rb.can_sample(2)
+    assert rb.sample(1)["x"].tolist() == [0]
+
+
+def test_a_queue_refuses_writes_once_its_storage_is_too_small_for_its_batches():
+    rb = ExperienceQueue(storage=PackedStorage(8), batch_size=4)
+    rb.set_storage(PackedStorage(2))
+    for write in (partial(rb.extend, ROWS[:1]), partial(rb.add, ROWS[0])):
+        with pytest.raises(ValueError, match="a queue of 2 rows never holds a batch"):
+            write()
+    assert len(rb) == 0
+
+
+def test_a_queue_that_is_refused_leaves_its_storage_to_others(tmp_path: Path):
+    storage = PackedStorage(1)
+    with pytest.raises(ValueError, match="never holds"):
+        ExperienceQueue(storage=storage, batch_size=2)
+    assert ReplayBuffer(storage=storage, batch_size=2).extend(ROWS[:1]).tolist() == [0]

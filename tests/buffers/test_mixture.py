@@ -92,46 +92,6 @@ def check(mixed: ReplayBufferMixture, batch: TensorDict) -> None:
             assert torch.equal(mine[key], stored[key]), key
 
 
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("uniform", "uniform"), ("recency", "uniform"), ("uniform", "rank")],
-)
-def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
-    mixed = mixture(one, other, lanes)
-    for step in range(4):
-        batch = mixed.sample()
-        check(mixed, batch)
-        assert torch.bincount(batch["source"]).tolist() == [32, 32]
-        mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
-    mixed.sampler.demos = 0.25
-    assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
-
-
-@pytest.mark.parametrize("kind", ["once", "in a file", "once, in a file"])
-def test_members_may_hold_observations_once_and_rows_in_files(kind, tmp_path):
-    once: Any = {"share_next": True} if "once" in kind else {}
-    members = {}
-    for name, first in (("demos", 0), ("online", 1_000)):
-        folder = {"scratch_dir": tmp_path / name} if "file" in kind else {}
-        rb = ReplayBuffer(
-            storage=PackedStorage(16, **once, **folder),
-            sampler=SAMPLERS["proportional"](16),
-        )
-        data = rows(first, 20)
-        data["next", "observation"] = torch.cat(
-            (data["observation"][1:], torch.ones(1, 3))
-        )
-        rb.extend(data)
-        members[name] = rb
-    mixed = ReplayBufferMixture(members, {"demos": 0.5, "online": 0.5}, batch_size=32)
-    for _ in range(3):
-        check(mixed, batch := mixed.sample())
-        assert torch.equal(
-            batch["next", "observation"][:, 0] == 1.0, batch["number"] % 1_000 == 19
-        )
-
-
 def test_groups_of_agents_keep_their_batch_dims():
     agents = TensorDict({"x": torch.arange(8.0).view(4, 2)}, [4, 2])
     members = {name: ReplayBuffer(storage=PackedStorage(4)) for name in ("a", "b")}
@@ -366,14 +326,6 @@ def test_trainers_use_it_as_a_buffer():
     trainer.load_state_dict(trainer.state_dict())
     assert (len(mixed), mixed.batch_size, mixed.storage.device.type) == (52, 64, "cpu")
     assert len(next(iter(mixed))) == 64
-
-
-def test_repr_names_the_members():
-    mixed = mixture("uniform", "proportional")
-    assert "demos (0.5): ReplayBuffer(" in repr(mixed)
-    assert repr(mixed.sampler) == "Shares(demos=0.5, online=0.5)"
-    mixed.empty()
-    assert len(mixed) == 0
 
 
 @pytest.mark.parametrize("when", ["before the last member", "before the commit"])

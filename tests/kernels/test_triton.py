@@ -34,7 +34,6 @@ from rlbuf_td.kernels.strata import masses, stratification_of
 from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
 from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
 from rlbuf_td.storages.writes import Write
-from tests import test_composition as composition
 from tests.backends import forced
 from tests.benchmarks import device as benchmark
 from tests.catalogue import (
@@ -741,23 +740,3 @@ for kernel in *of_rows, *of_wrappers, *of_tree:
 def test_kernels_compile_for_a_gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     subprocess.run([sys.executable, "-c", COMPILE], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "recipe", "ndim", "fill"),
-    [
-        ("uniform", "plain", 1, "wrapped"),
-        ("uniform", "n-step", 2, "wrapped"),
-        ("uniform", "sequence over n-step", 1, "filling"),
-        ("rank", "n-step over hindsight", 2, "full"),
-        ("proportional", "n-step", 2, "wrapped"),
-        ("floored", "plain", 1, "full"),
-        ("proportional", "sequence", 2, "wrapped"),
-        ("uniform", "hindsight", 2, "wrapped"),
-        ("proportional", "sequence over hindsight", 1, "filling"),
-        ("uniform", "all", 2, "unlike lanes"),
-    ],
-)
-def test_batches_are_what_brute_force_says(kind, recipe, ndim, fill):
-    composition.check(kind, composition.RECIPES[recipe], ndim, fill, "ours")

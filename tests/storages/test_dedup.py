@@ -8,78 +8,15 @@ import os
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, plan
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, UniformSampler, plan
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
-
-FRAMES = 3
-
-
-class Lanes:
-    """Environments whose observations follow each other, but for breaks that nothing
-    announces.
-
-    Values are of a small alphabet, so that what does not follow is sometimes the same
-    all the same.
-    """
-
-    def __init__(self, lanes: int, seed: int, alphabet: int = 3) -> None:
-        self.lanes, self.alphabet = lanes, alphabet
-        self.generator = torch.Generator().manual_seed(seed)
-        self.state = self._new()
-
-    def _draw(self, *shape: int, high: int | None = None) -> torch.Tensor:
-        return torch.randint(
-            high or self.alphabet, (self.lanes, *shape), generator=self.generator
-        )
-
-    def _new(self) -> dict[Any, torch.Tensor]:
-        frame = self._draw(2, 2).to(torch.uint8)
-        stack = frame[:, None].expand(-1, FRAMES, -1, -1).clone()
-        goal = self._draw(2).double()
-        goal[goal == 0] = float("nan")  # the same bytes, though not equal
-        position = self._draw(3).float()
-        position[position == 1] = -0.0  # equal to 0.0, though other bytes
-        return {
-            "observation": position,
-            ("agent", "goal"): goal,
-            "clock": self._draw(high=999),
-            "pixels": stack,
-        }
-
-    def step(self, broken: torch.Tensor | bool = False) -> TensorDict:
-        """Return one time step, ``[lanes]``, after which the lanes of ``broken`` begin
-        anew."""
-        now, after = self.state, self._new()
-        after["pixels"] = torch.cat([now["pixels"][:, 1:], after["pixels"][:, -1:]], 1)
-        after["agent", "goal"] = now["agent", "goal"]
-        where = torch.as_tensor(broken).expand(self.lanes)
-        reset = self._new()
-        self.state = {
-            key: _where(where, reset[key], value) for key, value in after.items()
-        }
-        self.state["clock"] = self._draw(high=999)  # a key that does not repeat
-        data = TensorDict({"action": self._draw(2, high=99).float()}, [self.lanes])
-        for key, value in now.items():
-            data.set(key, value)
-        for key, value in after.items():
-            data.set(("next", *([key] if isinstance(key, str) else key)), value)
-        data["next", "done"] = where[:, None] & (self._draw(1, high=2) == 1)
-        return data
-
-    def steps(self, count: int, often: float) -> TensorDict:
-        chance = torch.rand(count, self.lanes, generator=self.generator) < often
-        return torch.stack([self.step(broken) for broken in chance]).contiguous()
-
-
-def _where(mask: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask.view(-1, *[1] * (left.ndim - 1)), left, right)
+from tests.model import World
 
 
 def pooled(storage: PackedStorage) -> DedupRows:
@@ -176,16 +113,17 @@ def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
     assert live_entries(alone) == [53]
 
 
+def stacked(first: int, count: int) -> TensorDict:
+    """Return the steps of an episode, whose first frame stands for those before it."""
+    frames = torch.arange(float(first - 2), first + count + 1).clamp(min=first)
+    stacks = frames.unfold(0, 3, 1)
+    return TensorDict({"pixels": stacks[:-1], "next": {"pixels": stacks[1:]}}, [count])
+
+
 def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
-    world = Lanes(1, 0, alphabet=200)
-    storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
-    storage.set(
-        range(60),
-        torch.cat([world.steps(19, 0.0), world.steps(1, 2.0), world.steps(40, 0.0)])[
-            :, 0
-        ],
-    )
-    assert live_entries(storage)[0] == 62
+    storage = PackedStorage(60, share_next=True, frames={"pixels": 3})
+    storage.set(range(60), torch.cat([stacked(0, 20), stacked(100, 40)]))
+    assert live_entries(storage) == [21 + 41]
 
 
 def test_rows_are_written_in_order_and_moved_within_the_storage() -> None:
@@ -199,84 +137,21 @@ def test_rows_are_written_in_order_and_moved_within_the_storage() -> None:
     check_entries(storage)
 
 
-@pytest.mark.parametrize("written", range(10, 30))
-def test_a_load_into_shared_rows_keeps_old_and_new_observations_apart(
-    written: int,
-) -> None:
-    def fresh(count: int) -> TensorDict:
-        seen = torch.arange(8.0 * count).view(count, 2, 4)
-        return TensorDict(
-            {"observation": seen, "next": {"observation": -seen}}, [count, 2]
-        )
-
-    shared = PackedStorage(10, ndim=2, shared=True, share_next=["observation"])
-    saved = PackedStorage(10, ndim=2, share_next=["observation"])
-    for step in fresh(written):
-        shared.set(shared.ring.cursor, step)
-    saved.set(range(5), fresh(5) + 1_000)
-    shared.load_state_dict(saved.state_dict())
-    assert_same(shared[:], saved[:])
-    check_entries(shared)
+POOLED = partial(PackedStorage, share_next=True, frames={"frames": 3})
 
 
-POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
-KINDS: dict[str, Any] = {
-    "plain": PackedStorage,
-    "once": partial(PackedStorage, share_next=True),
-    "frames": partial(PackedStorage, frames={"pixels": FRAMES}),
-    "both": POOLED,
-}
-
-
-def filled(
-    make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwargs: Any
-) -> ReplayBuffer:
-    lanes = 2 if ndim > 1 else 1
-    rb = ReplayBuffer(
-        storage=make(capacity * lanes, ndim=ndim), batch_size=16, **kwargs
-    )
-    world = Lanes(lanes, 0)
-    while steps > 0:
-        data = world.steps(min(7, steps), 0.2)
-        rb.extend(data.transpose(0, 1).contiguous() if ndim > 1 else data[:, 0])
-        steps -= 7
-    return rb
-
-
-@pytest.mark.parametrize(
-    ("kind", "steps", "ndim"), [("once", 100, 1), ("frames", 100, 1), ("both", 20, 2)]
-)
-def test_a_dump_goes_to_rows_of_the_same_kind(
-    kind, steps, ndim, tmp_path: Path
-) -> None:
-    original = filled(KINDS[kind], steps=steps, ndim=ndim)
-    original.dumps(tmp_path)
-    fresh = ReplayBuffer(
-        storage=KINDS[kind](40 * (1 + (ndim > 1)), ndim=ndim), batch_size=16
-    )
-    used = filled(KINDS[kind], steps=33, ndim=ndim)
-    for rb in (fresh, used):
-        rb.loads(tmp_path)
-        assert_same(rb[:], original[:])
-        check_entries(rb.storage)
-        for buffer in (original, rb):
-            torch.manual_seed(3)
-            buffer.extend(
-                Lanes(2, 5).steps(9, 0.2)[:, 0]
-                if ndim == 1
-                else Lanes(2, 5).steps(9, 0.2).transpose(0, 1)
-            )
-        assert_same(rb[:], original[:])
-        check_entries(rb.storage)
-        original.loads(tmp_path)
+def filled(steps: int = 40, lanes: int = 1, fill: float = 2.5) -> ReplayBuffer:
+    return World.of(UniformSampler(), steps, lanes, fill, storage=POOLED).rb
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_state_whose_rows_name_entries_out_of_order_or_of_other_lanes_is_refused(
     ndim: int,
 ) -> None:
-    state = filled(POOLED, steps=20, ndim=ndim).storage.state_dict()
-    names = pooled(filled(POOLED, steps=20, ndim=ndim).storage).dedup.groups[0].names_at
+    lanes = 2 * (ndim > 1)
+    storage = filled(40, lanes, 0.5).storage
+    state = storage.state_dict()
+    names = pooled(storage).dedup.groups[0].names_at
     rows = state["rows"].view(torch.uint8)[..., names : names + 4]
     taken = rows.clone()
     rows[3:5] = taken[[4, 3]] if ndim == 1 else taken[3:5].flip(1)
@@ -287,28 +162,28 @@ def test_a_state_whose_rows_name_entries_out_of_order_or_of_other_lanes_is_refus
 
 
 def test_the_plan_counts_what_is_shared() -> None:
-    rb = filled(POOLED, capacity=4000, steps=4500)
+    rb = filled(4000, 1, 1.1)
     needed = plan(rb)
     assert {*needed.saved} == {
         "'observation'",
-        "('agent', 'goal')",
-        "'clock'",
-        "'pixels'",
+        "'achieved_goal'",
+        "'desired_goal'",
+        "'frames'",
     }
     assert sum(needed.saved.values()) + needed.rows == pytest.approx(
         needed.capacity * needed.row_bytes, rel=0.01
     )
-    assert "'pixels' shared" in str(needed)
-    data = Lanes(1, 0).steps(1, 0.0)[0, 0]
-    again = plan(data, 4000, share_next=True, frames={"pixels": FRAMES})
+    assert "'frames' shared" in str(needed)
+    data = rb[0]
+    again = plan(data, 4000, share_next=True, frames={"frames": 3})
     assert (again.rows, again.saved) == (needed.rows, needed.saved)
     assert plan(data, 4000).saved == {}
 
 
 def test_what_is_shared_is_shown() -> None:
-    rb = filled(POOLED)
+    rb = filled()
     assert "saved by deduplication" in repr(rb.storage)
-    assert "'observation': float32 (3,) (deduplicated)" in repr(rb.storage)
+    assert "'observation': float32 (2,) (deduplicated)" in repr(rb.storage)
 
 
 def test_a_file_takes_no_more_than_is_used(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import buffer_of
 
 STORAGES = {
@@ -325,20 +324,6 @@ def test_what_a_sequence_repeats_is_not_written():
         )
         assert made.rb.write_back(batch, ["state"]) == int(batch["mask"].sum())
     assert made.states() == {x: [x] * 3 for x in made.states()}
-
-
-def test_trajectories_are_read_again_only_if_their_ends_are_written():
-    made = Numbered()
-    made.write(9)
-    trajectories, storage = TrajectoryIndex(made.rb.storage), made.rb.storage
-    assert trajectories.length(torch.tensor([0])).tolist() == [9]
-    batch, revision = made.rb.sample(), storage._mutation_revision
-    made.rb.write_back(batch, ["state"])
-    assert storage._mutation_revision == revision
-    batch["next", "done"] = batch["index"][:, None] == 3
-    batch = batch[batch["index"] == 3]
-    assert made.rb.write_back(batch, [("next", "done")]) == len(batch) > 0
-    assert trajectories.length(torch.tensor([0])).tolist() == [4]
 
 
 @pytest.mark.parametrize("outer", [None, lambda inner: SequenceSampler(inner, 2)])

@@ -1,5 +1,5 @@
-"""A process is killed (SIGKILL) at any line of its work: it has done all or nothing,
-and blocks nobody."""
+"""A process is killed (SIGKILL), or interrupted (Ctrl-C), at any line of its work: it
+has done all or nothing, and blocks nobody."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -28,7 +27,7 @@ from rlbuf_td import (
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.writes import Write
-from tests.backends import forced
+from tests.backends import forced, running
 from tests.test_lockstep import Machine, forked, stopped
 
 pytestmark = [
@@ -137,15 +136,93 @@ def test_emptying_is_done_or_not_and_a_draw_changes_nothing(
     form: str, every: int, tmp_path: Path
 ) -> None:
     machine = shared(form, "uniform", tmp_path)
-    for work in (machine.rb.sample, machine.rb.empty):
+    for is_draw in (True, False):
         for line in count(1, every // 4):
-            is_killed = killed_at(line, work)
+            is_killed = machine.killed_at(line, is_draw=is_draw)
             if not len(machine.rb):
-                machine.empty(0, 0)
                 machine.extend(20, 0)
             machine.check(looks=True)
             if not is_killed:
                 break
+
+
+@pytest.mark.parametrize(
+    "every", [67, pytest.param(5, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("plain", "rank"),
+        ("lanes", "proportional"),
+        ("share_next", "n-step"),
+        ("lanes, frames", "uniform"),
+        ("torchrl", "proportional"),
+    ],
+)
+def test_an_interrupted_write_loses_at_most_the_rows_that_it_replaces(
+    form: str, kind: str, backend: str, every: int, tmp_path: Path
+) -> None:
+    with running(backend):
+        for a, b in ((3, 0), (4, 2), (3, 1)):  # lanes, whole steps, and `add_step`
+            machine = Machine(form, kind, tmp_path, seed=3)
+            machine.extend(20, 0)
+            for _ in range(2):  # the next writes are compiled
+                machine.write(machine.world, a, b)
+            for line in count(1, every):
+                is_interrupted = machine.interrupted_at(line, a, b)
+                machine.check(looks=True)
+                machine.sample(0, 0)
+                if not is_interrupted:
+                    break
+            assert line > every or backend == "compiled"
+
+
+@pytest.mark.parametrize(
+    "every", [37, pytest.param(5, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+@pytest.mark.parametrize("is_update", [True, False])
+@pytest.mark.parametrize("kind", ["rank", "proportional"])
+def test_an_interrupted_update_or_emptying_is_made_or_not(
+    kind: str, is_update: bool, every: int, tmp_path: Path
+) -> None:
+    machine = Machine("plain", kind, tmp_path, seed=3)
+    for line in count(1, every):
+        machine.extend(20, 0)
+        machine.sample(0, 0)
+        machine.update(line, 0)
+        is_interrupted = machine.change_interrupted_at(line, line, is_update=is_update)
+        machine.check(looks=True)
+        if not is_interrupted:
+            break
+    assert line > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*rows were reopened without a priority")
+@some_lines
+@pytest.mark.parametrize(
+    ("form", "kind"), [("reopen", "rank"), ("reopen, lanes", "proportional")]
+)
+def test_rows_that_are_reopened_after_a_kill_are_those_before_or_after_its_write(
+    form: str, kind: str, every: int, tmp_path: Path
+) -> None:
+    for a, b in ((20, 0), (13, 11)):  # whole steps, and those of single lanes
+        machine = Machine(form, kind, tmp_path / str(a), seed=3)
+        machine.extend(20, 0)
+        is_unwritten = True
+        for line in count(1, every):
+            machine.rb.shutdown()
+            machine.world.rb = None
+            machine.model.begin_episodes()
+            is_last = not is_unwritten
+            is_unwritten = machine.reopened_after_kill_at(line, a, b)
+            machine.model.begin_episodes()
+            machine.check(looks=True)
+            machine.sample(0, 0)
+            machine.update(line, 0)
+            if is_last or line > 4_000:
+                break
+        assert line > every
 
 
 @some_lines
@@ -297,17 +374,6 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     assert found.tolist() == [2, 1, 0, 0, 0]
 
 
-def test_flow_control_counts_the_rows_of_finished_writes_only() -> None:
-    flow: dict[str, Any] = {"samples_per_insert": 1.0, "tolerance": 10_000.0}
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=6, **flow).share()
-    for line in count(1, 67):
-        is_killed = killed_at(line, lambda: rb.extend(rows(0, 2)))
-        rb.extend(rows(0, 2))
-        assert rb.health()["inserts"] == rb.write_count
-        if not is_killed:
-            break
-
-
 def half_replaced_then_die(
     rows_: PlainRows, cells: Any, leaves: list[torch.Tensor]
 ) -> None:
@@ -344,26 +410,6 @@ def test_a_killed_write_to_a_reservoir_changes_no_row_but_those_that_it_replaces
         assert rb.write_count >= len(rb)
         rb.update_priority(torch.arange(len(rb)), torch.rand(len(rb)))
     assert line > 97
-
-
-@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_rows_that_a_dead_write_gave_up_are_never_drawn(sampler: Any, lanes: int):
-    storage = PackedStorage(CAPACITY, ndim=1 + (lanes > 1))
-    rb = ReplayBuffer(storage=storage, sampler=sampler(CAPACITY), batch_size=8)
-    steps = CAPACITY // lanes
-    data = rows(0, CAPACITY)
-    rb.extend(data if lanes == 1 else data.view(lanes, steps))
-    rb.update_priority(torch.arange(CAPACITY), torch.arange(1.0, CAPACITY + 1))
-    # the write of two time steps begins, and its process dies
-    storage.ring.begin(np.full(lanes, 2))
-    storage.recover()
-    gone = torch.arange(CAPACITY) < 2 * lanes
-    priority = rb.sampler.priority(torch.arange(CAPACITY))
-    assert bool((priority[gone] == -1).all())
-    assert priority[~gone].tolist() == [*range(2 * lanes + 1, CAPACITY + 1)]
-    for _ in range(20):
-        rb.sample()
 
 
 @pytest.mark.parametrize("form", ["numba", "torch"])

@@ -3,14 +3,10 @@ every order."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import signal
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import (
     PrioritizedSampler,
@@ -22,7 +18,6 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td import (
     EpisodeSampler,
     HindsightSampler,
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -31,11 +26,9 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.diagnostics.doctor import check as examine
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests import model as m
 from tests.model import Model, World
 from tests.statistics import assert_follows
-from tests.test_composition import RECIPES, check
 
 
 def unlike(
@@ -53,20 +46,6 @@ def unlike(
     for lane, count in ((0, 1), (1, 5), (2, 30)):
         world.append([lane] * count)
     return world
-
-
-KINDS = ["uniform", "proportional", "rank", "recency", "floored"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [(kind, "plain") for kind in KINDS]
-    + [(KINDS[j % 5], name) for j, name in enumerate(RECIPES)],
-)
-def test_batches_and_laws_hold_in_lanes_of_unlike_lengths(
-    kind: str, recipe: str
-) -> None:
-    check(kind, RECIPES[recipe], 2, "unlike lanes", "ours")
 
 
 def test_random_goals_come_from_all_written_rows_alike() -> None:
@@ -93,30 +72,6 @@ def test_a_second_buffer_gives_priorities_to_written_rows_only(sampler: Any) -> 
         other.sampler.priority(torch.arange(36)) >= 0
     ).nonzero().flatten().tolist() == written
     assert len(other.sample(16)) == 16
-
-
-@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
-@pytest.mark.parametrize("largest", [7.7, 1e39])
-def test_new_rows_of_single_lanes_get_the_largest_magnitude(
-    sampler: Any, largest: float
-) -> None:
-    rb = ReplayBuffer(
-        storage=PackedStorage(300, ndim=2, lanes=3), sampler=sampler(300), batch_size=4
-    )
-    rb.extend(TensorDict({"x": torch.arange(10)}, [10]), lanes=1)
-    rb.update_priority(
-        rb.sample()["index"][:1], torch.tensor([largest], dtype=torch.float64)
-    )
-    stored = min(largest, torch.finfo(torch.float32).max)
-    for count in (1, 2, 5, 5):  # torch serves the first write, compiled code the others
-        index = rb.extend(
-            TensorDict({"x": torch.arange(count)}, [count]),
-            lanes=torch.arange(count) % 2 * 2,
-        )
-        assert rb.sampler.priority(index, storage=rb.storage).tolist() == pytest.approx(
-            [stored] * count, rel=1e-6
-        )
-    assert "extend" in rb.compiled.partition("not")[0]
 
 
 @pytest.mark.parametrize("by", ["episode", "row"])
@@ -146,44 +101,6 @@ def test_health_and_doctor_see_only_written_rows() -> None:
     assert 0 <= report["age_p50"] < 12
     assert not rb.full
     assert examine(rb).rows == 18
-
-
-def act(lane: Any, steps: int, is_killed: bool) -> None:
-    for step in range(steps):
-        after = {"reward": torch.ones(1), "done": torch.tensor([False])}
-        lane.add(TensorDict({"step": torch.tensor(step), "next": after}))
-    if is_killed:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_an_actor_that_replaces_another_begins_an_episode(is_killed: bool) -> None:
-    """Also in mid-episode of a process that was killed, whose handle another process
-    inherits."""
-    rb = ReplayBuffer(
-        storage=PackedStorage(100, ndim=2, lanes=2),
-        sampler=NStepSampler(UniformSampler(), 3, 1.0),
-    )
-    rb = rb.share() if is_killed else rb
-    other, inherited = rb.lane(1), rb.lane(0)
-    for steps in (5, 7):
-        act(other, 1, False)  # goes on with its episode
-        if is_killed:
-            actor = mp.get_context("fork").Process(
-                target=act, args=(inherited, steps, steps == 5)
-            )
-            actor.start()
-            actor.join(60)
-        else:
-            act(rb.lane(0), steps, False)
-    lengths = [
-        TrajectoryIndex(rb.storage).length(torch.arange(length) * 2 + e)
-        for e, length in ((0, 12), (1, 2))
-    ]
-    assert [each.tolist() for each in lengths] == [[5] * 5 + [7] * 7, [2, 2]]
-    batch = rb.sample(500)
-    at_end = batch["index"][:, 0] == 4
-    assert (batch["steps_to_next_obs"][at_end & (batch["index"][:, 1] == 0)] == 1).all()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,10 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels.serials import block_size
-from rlbuf_td.samplers.priorities import Priorities
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.memory import HEAD_FILE, PRIORITY_FILE
 from tests.backends import forced
 from tests.storages.test_kill import die
-from tests.test_lockstep import stopped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY, LANES = 240, 3
@@ -127,84 +124,12 @@ def compiled(tmp_path_factory: Any) -> None:
                 )
 
 
-@pytest.mark.parametrize("before", [0, 270])
-@pytest.mark.parametrize("lanes", [0, LANES])
-def test_a_write_killed_at_any_line_is_whole_or_missing_and_loses_what_it_replaces(
-    tmp_path: Path, lanes: int, before: int
-) -> None:
-    ends = RawArray("q", [-1, 0])  # the last number before and after a write
-
-    def work(line: int) -> None:
-        storage = opened(tmp_path, lanes)
-        rb, ends[0] = ReplayBuffer(storage=storage), last_numbers(storage, 50)[-1]
-        for _ in range(2 if before else 0):  # the next write is compiled
-            rb.extend(
-                rows(torch.arange(ends[0] + 1, ends[0] + 3)),
-                lanes=LANES - 1 if lanes else None,
-            )
-            ends[0] += 2
-        ends[1] = ends[0]
-        with stopped(line, signal.SIGKILL):
-            ends[1] += 50
-            rb.extend(
-                rows(torch.arange(ends[0] + 1, ends[1] + 1)),
-                lanes=LANES - 1 if lanes else None,
-            )
-        ends[0] = ends[1]
-        die()
-
-    if before:
-        killed(partial(write_and_die, tmp_path, 0, before, lanes, LANES - 1))
-    for line in count(1, 83):
-        killed(partial(work, line))
-        assert last_numbers(opened(tmp_path, lanes), 50) in [
-            [-1] * (LANES - 1) * bool(lanes) + [end] for end in ends
-        ]
-        if ends[0] == ends[1]:
-            break
-    assert line > 83
-
-
 def write_and_die(
     folder: Path, first: int, count: int, lanes: int = 0, lane: int = 0
 ) -> None:
     rb = ReplayBuffer(storage=opened(folder, lanes))
     rb.extend(rows(torch.arange(first, first + count)), lanes=lane if lanes else None)
     die()
-
-
-@pytest.mark.parametrize("lanes", [0, LANES])
-def test_trajectories_end_where_a_process_was_killed(
-    tmp_path: Path, lanes: int
-) -> None:
-    for first in (0, 10, 23):
-        killed(partial(write_and_die, tmp_path, first, 13 if first else 10, lanes, 1))
-    storage = opened(tmp_path, lanes)
-    rb = ReplayBuffer(storage=storage)
-    rb.extend(rows(torch.arange(36, 40)), lanes=1 if lanes else None)
-    ends = [x for x in range(40) if x % 7 == 6 or x in (9, 22, 35, 39)]
-    expected = [next(end for end in ends if end >= x) - x for x in range(40)]
-    steps = torch.arange(40)
-    index = TrajectoryIndex(storage)
-    where = (steps, torch.ones_like(steps)) if lanes else steps
-    assert index.steps_ahead(where).tolist() == expected
-    storage._bump_mutation_revision()  # the look-up reads all rows again
-    assert index.steps_ahead(where).tolist() == expected
-    rb.extend(rows(torch.arange(40, 300)), lanes=1 if lanes else None)
-    storage._bump_mutation_revision()
-    kept = torch.tensor(
-        [x for x in range(300) if x >= 300 - storage.all_rows().steps and x < 290]
-    )
-    where = (
-        (kept % storage.all_rows().steps, torch.ones_like(kept))
-        if lanes
-        else kept % storage.all_rows().steps
-    )
-    breaks = [x for x in (9, 22, 35) if x >= int(kept[0])]
-    ends = sorted({*range(6, 300, 7), *breaks})
-    assert index.steps_ahead(where).tolist() == [
-        next(end for end in ends if end >= x) - x for x in kept.tolist()
-    ]
 
 
 @pytest.mark.parametrize(
@@ -522,33 +447,6 @@ def test_killed_often_while_training(tmp_path: Path, lanes: int, name: str) -> N
     kill_learners(tmp_path, lanes, name, int(os.environ.get("RLBUF_TD_KILLS", "10")))
 
 
-@pytest.mark.parametrize("lanes", [0, LANES])
-def test_rows_of_a_write_that_was_not_entered_are_new(
-    tmp_path: Path, lanes: int
-) -> None:
-    def work() -> None:
-        rb = start(tmp_path, lanes, "proportional")
-        for _ in range(20):
-            write(rb, lanes, 17)
-            batch = rb.sample()
-            rb.update_tensordict_priority(
-                batch.set("td_error", own(batch["x"]).float())
-            )
-        Priorities.keep_new = die
-        ReplayBuffer.mark_update = die
-        ProportionalSampler.mark_update = die
-        write(rb, lanes, 17)
-
-    killed(work)
-    with pytest.warns(UserWarning, match="reopened without a priority"):
-        rb = buffer(tmp_path, lanes, "proportional")
-    number, magnitude = magnitudes(rb)
-    assert number.max() == 30 + 21 * 17 - 1
-    assert ((magnitude == own(number)) | (magnitude == NEW)).all()
-    assert (magnitude[number >= 30 + 20 * 17] == NEW).all()
-    assert (magnitude != NEW).any()
-
-
 def test_rows_written_without_priorities_are_new(tmp_path: Path) -> None:
     def work() -> None:
         rb = start(tmp_path, 0, "proportional")
@@ -612,26 +510,6 @@ def test_updates_of_other_processes_are_kept(tmp_path: Path) -> None:
 
 def update_all(rb: ReplayBuffer) -> None:
     rb.update_priority(torch.arange(len(rb)), own(rb.storage["x"][: len(rb)]).float())
-
-
-def test_a_load_and_an_emptied_buffer_are_kept(tmp_path: Path) -> None:
-    rb = start(tmp_path / "rows", 0, "proportional")
-    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
-    rb.dumps(tmp_path / "dump")
-    rb.empty()
-    del rb
-    rb = buffer(tmp_path / "rows", 0, "proportional")
-    assert len(rb) == 0
-    write(rb, 0, 4)
-    assert (magnitudes(rb)[1] == 1).all()  # nothing is left of the largest TD error
-    rb.loads(tmp_path / "dump")
-    write(rb, 0, 5)
-    number, magnitude = magnitudes(rb)
-    assert (magnitude[number < 30] == own(number[number < 30])).all()
-    del rb
-    found = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
-    assert (found[0] == number).all()
-    assert (found[1] == magnitude).all()
 
 
 def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:

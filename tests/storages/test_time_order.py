@@ -30,6 +30,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.catalogue import numbered_rows
 
 T = 16
 
@@ -52,18 +53,6 @@ SAMPLERS = {
 }
 
 
-def rows(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    goal = number[:, None].float()
-    outcome = {
-        "reward": -goal,
-        "done": number[:, None] % 5 == 4,
-        "achieved_goal": goal,
-        "desired_goal": goal,
-    }
-    return TensorDict({"x": number, "desired_goal": goal, "next": outcome}, [count])
-
-
 def buffer(storage: Any = None, sampler: Any = None, **parts: Any) -> ReplayBuffer:
     storage, sampler = (
         PackedStorage(T) if storage is None else storage,
@@ -74,7 +63,7 @@ def buffer(storage: Any = None, sampler: Any = None, **parts: Any) -> ReplayBuff
 
 def reservoir(storage: Any = None) -> ReplayBuffer:
     rb = buffer(storage, writer=ReservoirWriter())
-    rb.extend(rows(0, 20 * T))
+    rb.extend(numbered_rows(20 * T, 0))
     return rb
 
 
@@ -120,7 +109,7 @@ def test_a_writer_of_ones_own_says_whether_it_keeps_order(sampler):
             buffer(storage, sampler(), writer=Every(lambda count: count % T))
     rb = buffer(sampler=sampler(), writer=InOrder(lambda count: count % T))
     for first in range(0, 3 * T, 4):
-        rb.extend(rows(first, 4))
+        rb.extend(numbered_rows(4, first))
         assert rb.sample().shape == (8,)
     ring = buffer(rb.storage)
     assert ring.chronological()["x"].tolist() == [*range(2 * T, 3 * T)]
@@ -136,7 +125,7 @@ def test_samplers_refuse_the_writer_of_any_buffer_over_the_rows(sampler, cls):
     rb = buffer(sampler=sampler())
     with pytest.raises(ValueError, match="order, a ReservoirWriter keeps none: use"):
         reservoir(rb.storage)
-    rb.extend(rows(0, 4))
+    rb.extend(numbered_rows(4, 0))
     assert rb.sample().shape == (8,)
 
 
@@ -146,7 +135,7 @@ def test_torchrls_buffers_of_the_largest_values_are_imported_for_other_samplers(
     theirs = TensorDictReplayBuffer(
         storage=LazyTensorStorage(T), writer=TensorDictMaxValueWriter("x"), batch_size=4
     )
-    theirs.extend(rows(0, 3 * T))
+    theirs.extend(numbered_rows(3 * T, 0))
     theirs.dumps(tmp_path)
     for source in (theirs, tmp_path):
         with pytest.raises(ValueError, match="a TensorDictMaxValueWriter keeps none"):
@@ -196,11 +185,11 @@ def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(
     )
     other = buffer(rb.storage) if by_ours else theirs
     for _ in range(3):  # the fast path, too
-        rb.extend(rows(100, 4))
+        rb.extend(numbered_rows(4, 100))
     other.empty() if by_ours else rb.storage._empty()
     if refill:
-        other.extend(rows(0, refill))
-    new = rows(refill, 3)
+        other.extend(numbered_rows(refill, 0))
+    new = numbered_rows(3, refill)
     for data in new if single else [new]:
         rb.add(data) if single else rb.extend(data)
     end = refill + 3
@@ -214,12 +203,12 @@ def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(
 )
 def test_a_buffer_draws_none_of_the_rows_that_another_buffer_has_removed(sampler):
     rb = buffer(sampler=sampler())
-    rb.extend(rows(100, 12))
+    rb.extend(numbered_rows(12, 100))
     rb.sample()
     buffer(rb.storage).empty()
     with pytest.raises(RuntimeError, match="empty storage"):
         rb.sample()
-    rb.extend(rows(0, 8))
+    rb.extend(numbered_rows(8, 0))
     for _ in range(5):
         assert (rb.sample()["x"] < 8).all()
 
@@ -227,15 +216,15 @@ def test_a_buffer_draws_none_of_the_rows_that_another_buffer_has_removed(sampler
 def test_a_reservoir_begins_again_after_another_buffer_has_removed_its_rows():
     rb = reservoir()
     buffer(rb.storage).empty()
-    rb.extend(rows(1_000, 3))
+    rb.extend(numbered_rows(3, 1_000))
     assert (rb[:]["x"].tolist(), rb.write_count) == ([1_000, 1_001, 1_002], 3)
 
 
 def test_two_rings_over_one_storage_write_one_after_the_other():
     one, two = (buffer(storage) for storage in [PackedStorage(T)] * 2)
     for first in range(0, 40, 5):
-        one.extend(rows(first, 3))
-        two.extend(rows(first + 3, 2))
+        one.extend(numbered_rows(3, first))
+        two.extend(numbered_rows(2, first + 3))
         assert one.chronological()["x"].tolist() == [
             *range(max(0, first + 5 - T), first + 5)
         ]
