@@ -17,6 +17,7 @@ from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
+from rlbuf_td.samplers.weight_watch import WeightWatch
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
@@ -100,6 +101,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
         self.rule = rule(self.settings)
         self.priorities = Priorities(self.rule, capacity, device)
+        self.weight_watch = WeightWatch()
 
     @classmethod
     @abstractmethod
@@ -137,9 +139,12 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
         how = self.stratified, self.weight_norm
-        return rule.launch_draw(
+        flat, weight, stamp = rule.launch_draw(
             batch_size, rows, *how, generator=self._rng, serials=serials
         )
+        if self.weight_norm == "buffer":
+            self.weight_watch.see(weight)
+        return flat, weight, stamp
 
     def draw_into(
         self,
@@ -158,8 +163,10 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             scratch.uniform_()
         else:
             fill_uniform_(scratch, self._rng)
-        how = self.stratified, self.weight_norm
-        self.rule.draw_into(scratch, live[0], *how, flat, report["priority_weight"])
+        how, weight = (self.stratified, self.weight_norm), report["priority_weight"]
+        self.rule.draw_into(scratch, live[0], *how, flat, weight)
+        if self.weight_norm == "buffer":
+            self.weight_watch.see(weight)
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
         """Give rows that come from several draws the weights, ``[B]``, that one draw of
