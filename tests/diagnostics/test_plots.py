@@ -247,6 +247,6 @@ def test_the_band_of_a_deviation_stays_within_the_range_of_the_episodes():
     reward = (torch.arange(40) % 10 == 0).float().unsqueeze(-1)  # mostly 0, some 1
     stats.update(TensorDict({"next": {"reward": reward, "done": done}}, [40]))
     (band,) = plot_episodes(stats).axes[0].collections
-    heights_of_band = band.get_paths()[0].vertices[:, 1]
+    heights_of_band = np.asarray(band.get_paths()[0].vertices)[:, 1]
     assert heights_of_band.min() == 0.0
     assert 0.1 < heights_of_band.max() <= 1.0
