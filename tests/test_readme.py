@@ -100,7 +100,7 @@ def test_the_sampler_of_the_guide_draws_what_its_example_says():
 
 # -- names in backticks
 
-GUIDES = "README.md", "docs/CORE.md", "docs/CONTRIBUTING.md"
+GUIDES = "README.md", "docs/CORE.md", "docs/CONTRIBUTING.md", "docs/CHANGELOG.md"
 BASES = ROOT, ROOT / "rlbuf_td", ROOT / "docs"  # to which file names are relative
 NEW = "newest", "NewestSampler"  # what an author of a sampler adds
 MADE = "runs/", "dist/"  # by commands

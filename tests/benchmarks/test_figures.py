@@ -12,7 +12,6 @@ from itertools import pairwise
 import pytest
 from matplotlib.patches import Rectangle
 
-pytest.importorskip("gymnasium", reason="needs the extra demo")
 from tests.benchmarks import figures
 from tests.benchmarks.figures import Figures
 from tests.benchmarks.loops import PACKAGES, Result
