@@ -133,17 +133,19 @@ LONGEST = [
     "14_torchrl",
     "test_ray.py",
     "07_checkpoints",
+    "19_threads",
 ]
 LONGEST += [
     "04_hindsight",
     "06_sequences",
+    "18_recurrent",
     "17_many",
     "test_every_library",
     "01_quick",
     "08_migration",
     "16_world",
 ]
-LONGEST += ["15_multi", "13_recipes", "test_wheel", "test_kill.py"]
+LONGEST += ["15_multi", "13_recipes", "20_more", "test_wheel", "test_kill.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,11 @@ nbformat = pytest.importorskip("nbformat", reason="needs the extra notebooks")
 pytest.importorskip("nbclient", reason="needs the extra notebooks")
 from nbclient import NotebookClient  # noqa: E402
 from nbformat import NotebookNode  # noqa: E402
-from nbformat.v4 import new_code_cell, new_notebook  # noqa: E402
+from nbformat.v4 import (  # noqa: E402
+    new_code_cell,
+    new_markdown_cell,
+    new_notebook,
+)
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 REFRESH = (
@@ -215,6 +219,55 @@ def test_its_asserts_stand_in_folded_cells_at_its_end(path):
 def test_it_begins_with_what_its_reader_will_be_able_to_do(path):
     beginning = nbformat.read(path, as_version=4).cells[0].source
     assert re.match(r"# .*\n\nAfter this notebook you can\n\n- ", beginning)
+
+
+def minutes_to_read(cells: list[NotebookNode]) -> float:
+    """Return how long cells take to read: 200 words, or 25 lines of code without
+    imports and lone brackets, in a minute."""
+    words = lines = 0
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            words += len(re.sub(r"\]\([^)]*\)", "]", cell.source).split())
+            continue
+        imports = {
+            number
+            for node in ast.parse(cell.source).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        lines += sum(
+            re.search(r"\w", line) is not None and number not in imports
+            for number, line in enumerate(cell.source.splitlines(), 1)
+        )
+    return words / 200 + lines / 25
+
+
+@each_notebook
+def test_it_is_read_in_a_quarter_of_an_hour(path):
+    cells = nbformat.read(path, as_version=4).cells
+    before_checks = [cell for cell in cells if not cell.source.startswith("## Checks")]
+    read = [cell for cell in before_checks if not tagged(cell, "checks")]
+    assert minutes_to_read(read) <= 15
+
+
+@each_notebook
+def test_its_settings_are_explained(path):
+    cells = nbformat.read(path, as_version=4).cells
+    if any(tagged(cell, "settings") for cell in cells):
+        for name in ("`SEEDS`", "`STEPS`"):
+            assert name in cells[0].source
+
+
+def test_another_notebook_links_to_each_notebook():
+    texts = {path: path.read_text() for path in NOTEBOOKS}
+    for path in NOTEBOOKS:
+        assert any(path.name in text for other, text in texts.items() if other != path)
+
+
+def test_reading_takes_a_minute_for_200_words_or_25_lines():
+    text = new_markdown_cell("word " * 399 + "[a](b c d e f)")
+    code = new_code_cell("import a\nfrom b import (\n    c,\n)\n" + "call(\n)\n" * 50)
+    assert minutes_to_read([text, code]) == 4.0
 
 
 @each_notebook

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
+import sys
 import textwrap
 from doctest import DocTestFinder, DocTestRunner
 from itertools import accumulate
@@ -96,22 +98,74 @@ def test_the_sampler_of_the_guide_draws_what_its_example_says():
     assert DocTestRunner().run(example).failed == 0
 
 
-CORE = (ROOT / "docs" / "CORE.md").read_text()
+# -- names in backticks
+
+GUIDES = "README.md", "docs/CORE.md", "docs/CONTRIBUTING.md", "docs/CHANGELOG.md"
+BASES = ROOT, ROOT / "rlbuf_td", ROOT / "docs"  # to which file names are relative
+NEW = "newest", "NewestSampler"  # what an author of a sampler adds
+MADE = "runs/", "dist/"  # by commands
 
 
-@pytest.mark.parametrize(
-    "text", [README, CONTRIBUTING, CORE], ids=["readme", "contributing", "core"]
-)
-def test_every_file_that_it_names_is_there(text):
-    names = {
-        name
-        for code in re.findall(r"`([^`\n]*)`", text)
-        for name in re.findall(r"[\w/]+/\w+\.py\b", code)
+def spans(text: str) -> list[str]:
+    """Return what stands in backticks, outside of code blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def alternatives(name: str) -> list[str]:
+    """Return what a file name with ``{a,b}`` stands for."""
+    match = re.search(r"\{([\w,]+)\}", name)
+    if match is None:
+        return [name]
+    parts = match[1].split(",")
+    return [name[: match.start()] + part + name[match.end() :] for part in parts]
+
+
+def is_file_name(span: str) -> bool:
+    return re.fullmatch(r"[\w./{},<>-]+(/|\.(py|md|rst|ipynb|toml))", span) is not None
+
+
+def names_in_code() -> set[str]:
+    """Return the identifiers of the code and of its strings, without docstrings."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    names = {*sys.stdlib_module_names, *re.findall(r"[\w-]+", settings)}
+    for folder in ("rlbuf_td", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            names |= {path.stem, path.parent.name}
+            for node in ast.walk(ast.parse(path.read_text())):
+                fields = (getattr(node, field, None) for field in ("id", "attr", "arg"))
+                names |= {field for field in fields if isinstance(field, str)}
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.alias):
+                    names |= {*node.name.split(".")}
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names |= {*re.findall(r"^\w+$", node.value)}
+    return names | {name.lower() for name in names}  # CORE names constants so
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_file_that_a_guide_names_is_there(name):
+    files = [span for span in spans((ROOT / name).read_text()) if is_file_name(span)]
+    assert files
+    for file in files:
+        if file in MADE or any(word in file for word in NEW):
+            continue
+        for path in alternatives(re.sub(r"<\w+>", "*", file)):
+            assert any([*base.glob(path.rstrip("/"))] for base in BASES), path
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_identifier_that_a_guide_names_is_in_the_code(name):
+    known = names_in_code()
+    identifiers = {
+        word
+        for span in spans((ROOT / name).read_text())
+        if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", span) and not is_file_name(span)
+        for word in span.partition("(")[0].split(".")
     }
-    assert names
-    places = ROOT, ROOT / "rlbuf_td"
-    missing = {name for name in names if not any((p / name).exists() for p in places)}
-    assert not missing - {"rlbuf_td/samplers/newest.py"}
+    assert len(identifiers) > 20
+    # single letters are sizes
+    assert not {word for word in identifiers - known if len(word) > 1} - {*NEW}
 
 
 def test_the_row_that_the_storages_draw_is_the_row_that_is_stored():

@@ -31,7 +31,7 @@ class Lane:
     ``PettingZooRecorder`` one of several agents; a loop of one's own writes with
     :meth:`add_step`.
 
-    Cost: that of ``rb.extend(..., lanes=e)``, or of :meth:`ReplayBuffer.add_step`.
+    Cost: that of ``rb.extend(..., lanes=e)``, or of :meth:`~rlbuf_td.ReplayBuffer.add_step`.
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ class Lane:
 
     def add(self, data: TensorDictBase) -> int | None:
         """Write one transition, ``[]``; return its time step, or None if a transform
-        holds it back. Errors: those of :meth:`ReplayBuffer.extend`."""
+        holds it back. Errors: those of :meth:`~rlbuf_td.ReplayBuffer.extend`."""
         index = self.extend(data.unsqueeze(0))
         return int(index[0, 0]) if len(index) else None
 
@@ -92,7 +92,7 @@ class Lane:
     ) -> None:
         """Write one step of a Gymnasium environment.
 
-        Arguments and errors: those of :meth:`ReplayBuffer.add_step`.
+        Arguments and errors: those of :meth:`~rlbuf_td.ReplayBuffer.add_step`.
         """
         outcome = reward, next_observation, terminated, truncated
         step = GymnasiumStep(observation, action, *outcome, extras)

@@ -52,7 +52,9 @@ REWARD_SCALE = 0.1  # values then are of the order of 1 to 10
 WINDOW = 20  # episodes
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
-    "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.6, beta=0.4),
+    "proportional": lambda: ProportionalSampler(
+        CAPACITY, alpha=0.6, beta=0.4, weight_norm="batch"
+    ),
     "rank": lambda: RankSampler(CAPACITY, alpha=0.7, beta=0.5),
 }
 

@@ -41,7 +41,7 @@ SAMPLERS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The result of :func:`plan`: the bytes that a full buffer needs, and the free
+    """The result of :func:`~rlbuf_td.plan`: the bytes that a full buffer needs, and the free
     memory."""
 
     capacity: int  # rows, rounded up to whole time steps of all lanes

@@ -93,7 +93,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     episode, over environment steps.
 
     A dot is an episode, the line is the mean of the last ``stats.window`` episodes, and
-    the band shows their standard deviation.
+    the band shows their standard deviation, within the range of all episodes.
 
     Args:
         stats: statistics of episodes, such as ``rb.episode_stats``.
@@ -129,8 +129,12 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     for name, panel in zip(metrics, axes, strict=False):
         mean, deviation = running(history[name], stats.window)
         panel.plot(history["step"], history[name], color="0.6", zorder=1, **_DOTS)
-        band = mean - deviation, mean + deviation
-        panel.fill_between(history["step"], *band, color=_SHADE, alpha=0.6, linewidth=0)
+        lowest, highest = history[name].min(), history[name].max()
+        below = np.maximum(mean - deviation, lowest)
+        above = np.minimum(mean + deviation, highest)
+        panel.fill_between(
+            history["step"], below, above, color=_SHADE, alpha=0.6, linewidth=0
+        )
         panel.plot(history["step"], mean, color="0.1")
         panel.set_ylabel(words.get(name, name))
         if name == "length" or words.get(name, "").endswith("steps"):

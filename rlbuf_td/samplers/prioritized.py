@@ -17,6 +17,7 @@ from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
+from rlbuf_td.samplers.weight_watch import WeightWatch
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
@@ -96,6 +97,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
         self.rule = rule(self.settings)
         self.priorities = Priorities(self.rule, capacity, device)
+        self.weight_watch = WeightWatch()
 
     @classmethod
     @abstractmethod
@@ -134,11 +136,17 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         rule.refresh_weights()
         how = self.stratified, self.weight_norm
         if rule.is_launched:
-            return rule.launch_draw(
+            flat, weight, stamp = rule.launch_draw(
                 batch_size, rows, *how, generator=self._rng, serials=serials
             )
-        uniform = uniform_numbers(batch_size, self._rng, rule.table.magnitude.device)
-        return *rule.draw(uniform, rows, *how), None
+        else:
+            device = rule.table.magnitude.device
+            uniform = uniform_numbers(batch_size, self._rng, device)
+            flat, weight = rule.draw(uniform, rows, *how)
+            stamp = None
+        if self.weight_norm == "buffer":
+            self.weight_watch.see(weight)
+        return flat, weight, stamp
 
     def draw_into(
         self,
@@ -157,8 +165,10 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             scratch.uniform_()
         else:
             fill_uniform_(scratch, self._rng)
-        how = self.stratified, self.weight_norm
-        self.rule.draw_into(scratch, live[0], *how, flat, report["priority_weight"])
+        how, weight = (self.stratified, self.weight_norm), report["priority_weight"]
+        self.rule.draw_into(scratch, live[0], *how, flat, weight)
+        if self.weight_norm == "buffer":
+            self.weight_watch.see(weight)
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
         """Give rows that come from several draws the weights, ``[B]``, that one draw of

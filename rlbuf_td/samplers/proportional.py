@@ -165,7 +165,9 @@ class ProportionalSampler(Prioritized):
             such as a minibatch, therefore also covers the whole distribution.
         weight_norm: the divisor of the importance weights: the largest weight in the
             ``"buffer"`` (as in TorchRL), the largest weight in the ``"batch"``, or
-            ``None`` for no division.
+            ``None`` for no division. With ``"buffer"``, one row with a tiny TD error
+            makes all other weights small, about 0.05, and with them losses and
+            gradients; ``"batch"`` avoids this.
         reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``,
             ``"mean"`` or ``"median"``.
         device: the device of the rows, on which priorities are always stored.
@@ -190,6 +192,10 @@ class ProportionalSampler(Prioritized):
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a
             positive priority.
         MemoryError: the priorities do not fit into memory.
+
+    Warns:
+        RuntimeWarning: (once, when sampling with ``weight_norm="buffer"``) the mean
+            weight has stayed below 0.1 for a thousand batches.
 
     Cost: O(B log N) to draw and to update; O(N) to change alpha; 10 bytes per row. On a
     GPU: O(N) to draw, which scans all weights, O(B log B) to update, and 8 bytes per

@@ -2,8 +2,8 @@
 (``python -m tests.benchmarks.bench``).
 
 Before each timed call, a learner trains an MLP for one step. As in training, this step
-evicts the buffer's data from the processor's caches. ``docs/BENCHMARKS.md`` has the
-results of a run.
+evicts the buffer's data from the processor's caches. ``figures.py`` publishes the
+results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from rich.console import Console
@@ -227,7 +226,15 @@ def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[T
         )
 
 
-# -- what is printed and drawn
+def run_all(
+    rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]
+) -> Iterator[Timing]:
+    """Time the chosen operations, replay first."""
+    yield from run(rows, images, batch, rounds, operations)
+    yield from run_others(batch, rounds, operations)
+
+
+# -- what is printed
 
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
@@ -281,15 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     console, timings = Console(), []
     with one_thread(), console.status("filling buffers") as status:
-        for timing in chain(
-            run(
-                options.rows,
-                options.images,
-                options.batch,
-                options.rounds,
-                options.only,
-            ),
-            run_others(options.batch, options.rounds, options.only),
+        for timing in run_all(
+            options.rows, options.images, options.batch, options.rounds, options.only
         ):
             timings.append(timing)
             status.update(

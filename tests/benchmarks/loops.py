@@ -4,42 +4,43 @@ with others (``python -m tests.benchmarks.loops``).
 The sides of a case run in one process, one segment of steps after another, in turn.
 Each side acts, steps its environment, writes, samples and learns. Time in the buffer is
 the time of writing, sampling and updating priorities; with a recorder, it is the time
-of the recorder's ``step`` less that of the environment's. ``--json FILE`` keeps the
-figures. ``--publish FILE`` makes the README's table and ``docs/loops.svg`` from them.
+of the recorder's ``step`` less that of the environment's. ``figures.py`` publishes the
+results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torchrl.data import PrioritizedSampler
 
 from rlbuf_td import ProportionalSampler
 from rlbuf_td.cli import info, whole_number
-from rlbuf_td.diagnostics.plots import STYLE
 from tests.benchmarks import loop_sides as sides
 from tests.benchmarks.contenders import ALPHA, BETA
-from tests.benchmarks.loop_sides import CAPACITY, ROOT, Side
+from tests.benchmarks.loop_sides import CAPACITY, Side
 from tests.benchmarks.timing import OURS, one_thread
 
 PARTS = ("write", "sample", "update")
-README, PICTURE = ROOT / "README.md", ROOT / "docs" / "loops.svg"
-MARKS = "<!-- loops -->\n", "<!-- /loops -->\n"  # around the README's table
-PACKAGES = "torch", "torchrl", "gymnasium", "stable_baselines3", "cpprb"
+PACKAGES = (
+    "torch",
+    "torchrl",
+    "numba",
+    "gymnasium",
+    "stable_baselines3",
+    "cpprb",
+    "flashbax",
+)
 
 
 @dataclass(frozen=True)
@@ -189,16 +190,16 @@ def measure(
 def circumstances() -> dict[str, str]:
     """Return the date, the processor and the versions."""
     facts = dict(info.facts())
-    found = {"date": date.today().isoformat(), "processor": facts["processor"]}
+    result = {"date": date.today().isoformat(), "processor": facts["processor"]}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            result[name] = "not installed"
+    return result
 
 
-# -- what is printed, kept and published
+# -- what is printed
 
 
 def table(case: Case, results: Sequence[Result]) -> Table:
@@ -216,70 +217,6 @@ def table(case: Case, results: Sequence[Result]) -> Table:
     return result
 
 
-def load(path: Path) -> tuple[dict[str, str], dict[str, list[Result]]]:
-    kept = json.loads(path.read_text())
-    cases = kept["cases"].items()
-    return kept["circumstances"], {
-        name: [Result(**each) for each in results] for name, results in cases
-    }
-
-
-def markdown(facts: dict[str, str], cases: dict[str, list[Result]]) -> str:
-    """Return the README's table."""
-    lines = [
-        f"| a step of a loop | {OURS} | in its buffer | others, in theirs |",
-        "|---|---|---|---|",
-    ]
-    for name, results in cases.items():
-        *others, ours = results
-        spent = statistics.median(ours.in_buffer)
-        ratios = ", ".join(f"{each.side} {each.ratio(ours):.1f} x" for each in others)
-        cells = (CASES[name].words, f"{ours.rate:,.0f} steps/s", f"{spent:,.0f} µs")
-        lines.append(f"| {' | '.join(cells)} | {ratios} |")
-    versions = ", ".join(f"{name} {facts[name]}" for name in PACKAGES)
-    lines += ["", f"{facts['date']}, {facts['processor']}, one thread; {versions}."]
-    return "\n".join(lines) + "\n"
-
-
-def draw(cases: dict[str, list[Result]]) -> Figure:
-    """Return bars: the time in each buffer as a multiple of ours, which is a line."""
-    labels, ratios, places, place = [], [], [], 0.0
-    for name, results in cases.items():
-        for each in results[:-1]:
-            labels.append(f"{name}: {each.side}")
-            ratios.append(each.ratio(results[-1]))
-            places.append(place)
-            place += 1
-        place += 0.5
-    figure = Figure(figsize=(3.4, 0.4 + 0.14 * place))
-    axes = figure.subplots()
-    bars = axes.barh(places, ratios, 0.7)
-    axes.bar_label(bars, fmt="{:.1f} x", padding=2)
-    axes.axvline(1, color="#c8500a", linewidth=1.2)
-    axes.set_yticks(places, labels)
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.margins(x=0.12)
-    axes.spines["bottom"].set_visible(False)
-    figure.suptitle(f"Time in the buffer per step of a loop (line: {OURS})")
-    return figure
-
-
-def publish(path: Path, readme: Path = README, picture: Path = PICTURE) -> None:
-    """Put the figures of a file between the marks of the README, and draw them."""
-    facts, cases = load(path)
-    begin, end = MARKS
-    before, _, rest = readme.read_text().partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise SystemExit(
-            f"{readme} needs the lines {begin.strip()} and {end.strip()}, for the table to stand between them"
-        )
-    readme.write_text(before + begin + markdown(facts, cases) + end + after)
-    with rc_context(fname=STYLE, rc={"svg.hashsalt": "loops"}):
-        draw(cases).savefig(picture, metadata={"Date": None})
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
@@ -287,29 +224,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--steps", type=whole_number(1), help="per segment (default: each case's own)")
     add("--segments", type=whole_number(1), default=15, help="per side (default: 15)")
     add("--fill", type=whole_number(1), help="steps that are stored before")
-    add("--json", type=Path, metavar="FILE", help="keep the figures")
-    add("--publish", type=Path, metavar="FILE", help="README and picture from figures")
     options = parser.parse_args(arguments)
-    if options.publish:
-        publish(options.publish)
-        return
 
-    console, facts, results = Console(), circumstances(), {}
+    console, facts = Console(), circumstances()
     console.print(", ".join(f"{k} {v}" for k, v in facts.items()), highlight=False)
     with one_thread():
         for name in options.cases or CASES:
             case = CASES[name]
             with console.status(case.words):
-                results[name] = measure(
-                    case, options.segments, options.steps, options.fill
-                )
-            console.print(table(case, results[name]), highlight=False)
-    if options.json:
-        cases = {
-            name: [asdict(each) for each in sides] for name, sides in results.items()
-        }
-        kept = {"circumstances": facts, "cases": cases}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+                results = measure(case, options.segments, options.steps, options.fill)
+            console.print(table(case, results), highlight=False)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ made."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from tests.benchmarks import (
     breaks,
     device,
     device_loops,
+    figures,
     loop_sides,
     loops,
     timing,
@@ -87,35 +87,30 @@ def test_sac_learns_the_same_weights_from_torchrls_buffer_and_ours():
     assert all(map(torch.equal, *weights))
 
 
-def test_figures_of_loops_make_the_readmes_table_and_picture(tmp_path, capsys):
-    figures, readme = tmp_path / "loops.json", tmp_path / "README.md"
-    command = ["pendulum", "--segments", "2", "--steps", "2", "--fill", "5"]
-    loops.main([*command, "--json", str(figures)])
+def test_the_loops_are_printed_with_their_circumstances(capsys):
+    loops.main(["pendulum", "--segments", "2", "--steps", "2", "--fill", "5"])
     printed = capsys.readouterr().out
     assert "steps/s" in printed
     assert f"torch {torch.__version__.partition('+')[0]}" in printed
 
-    begin, end = loops.MARKS
-    readme.write_text(f"# Title\n{begin}old table\n{end}The rest\n")
-    picture = tmp_path / "loops.svg"
-    for _ in range(2):  # the second time changes nothing
-        loops.publish(figures, readme, picture)
-        text = readme.read_text()
-        assert re.fullmatch(
-            r"# Title\n<!-- loops -->\n(\|.*\|\n){3}\n20.*\n<!-- /loops -->\nThe rest\n",
-            text,
-        )
-    assert re.search(r"\| [\d,]+ µs \| NumPy ring by hand [\d.]+ x, Stable", text)
-    assert picture.read_text().count("NumPy ring") == 1
 
-
-def test_figures_are_not_published_where_the_readme_has_no_place_for_them(tmp_path):
-    figures, readme = tmp_path / "loops.json", tmp_path / "README.md"
-    figures.write_text('{"circumstances": {}, "cases": {}}')
-    readme.write_text("# Title\n<!-- loops -->\n")
-    with pytest.raises(SystemExit, match="needs the lines <!-- loops -->"):
-        loops.publish(figures, readme, tmp_path / "loops.svg")
-    assert readme.read_text() == "# Title\n<!-- loops -->\n"
+def test_all_figures_are_measured_in_one_run(monkeypatch, small_loops, tmp_path):
+    small = loops.Case("small", {timing.OURS: loop_sides.recorded_pendulum}, 2, 5)
+    monkeypatch.setattr(figures, "CASES", {"pendulum": small})
+    monkeypatch.setattr(figures, "ROWS", 1000)
+    monkeypatch.setattr(figures, "WORDS", ["uniform", "gae"])
+    monkeypatch.setattr(figures, "IMAGES", 0)
+    monkeypatch.setattr(bench, "available", lambda: [Ours, TorchRL])
+    monkeypatch.setattr(bench, "SHAPES", ((8, 64),))
+    monkeypatch.setattr(timing, "CALLS", 1)
+    measured = figures.measure(rounds=2)
+    ((result,),) = measured.loops.values()
+    assert len(result.rates) == 2
+    assert [call.operation for call in measured.calls] == ["uniform", "gae"]
+    assert {
+        len(times) for call in measured.calls for times in call.blocks.values()
+    } == {2}
+    assert measured.circumstances["date"].startswith("20")
 
 
 @pytest.mark.parametrize("case", device.TIMINGS)

@@ -199,3 +199,14 @@ def test_each_tick_is_labelled_with_the_number_where_it_stands(make):
                 assert share or not is_count or place == round(place)
                 read += 1
     assert read >= 8
+
+
+def test_the_band_of_a_deviation_stays_within_the_range_of_the_episodes():
+    stats = td.EpisodeStats(window=10)
+    done = torch.ones(40, 1, dtype=torch.bool)
+    reward = (torch.arange(40) % 10 == 0).float().unsqueeze(-1)  # mostly 0, some 1
+    stats.update(TensorDict({"next": {"reward": reward, "done": done}}, [40]))
+    (band,) = plot_episodes(stats).axes[0].collections
+    heights_of_band = np.asarray(band.get_paths()[0].vertices)[:, 1]
+    assert heights_of_band.min() == 0.0
+    assert 0.1 < heights_of_band.max() <= 1.0
