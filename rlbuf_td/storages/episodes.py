@@ -19,7 +19,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
+from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
 from rlbuf_td.kernels.episodes import (
     BACK,
     BACK_OF_NEXT,
@@ -29,7 +29,6 @@ from rlbuf_td.kernels.episodes import (
     Lanes,
     Spans,
     by_age,
-    episode_notes,
     lanes_of_write,
     note_,
     spans,
@@ -45,6 +44,7 @@ from rlbuf_td.storages.schema import SchemaError, kind, show_key
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rlbuf_td.kernels.episodes.triton import EpisodeNotes
     from rlbuf_td.storages.layout import RowLayout
     from rlbuf_td.storages.memory import HeadFile
     from rlbuf_td.storages.ring import Ring
@@ -290,9 +290,13 @@ class Episodes:
         #: The address of the record that loops read; 0 where torch takes their place.
         self.address: int = 0 if self.record is None else self.record.ctypes.data
         #: What notes rows on a GPU; None elsewhere.
-        self._notes = episode_notes(
-            self._flag_extents, self._id_offset, self.id_dtype, rows.matrix
-        )
+        self._notes = self._kernel() if backend_of(rows.matrix) == "triton" else None
+
+    def _kernel(self) -> EpisodeNotes:
+        from rlbuf_td.kernels.episodes.triton import EpisodeNotes
+
+        device = self.rows.matrix.device
+        return EpisodeNotes(self._flag_extents, self._id_offset, self.id_dtype, device)
 
     def _describe(self) -> np.ndarray:
         """Return the record that loops read."""

@@ -35,16 +35,11 @@ they are written: what follows them is in ``following_after`` until they are pub
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from rlbuf_td.kernels.dispatch import backend_of
-
-if TYPE_CHECKING:
-    from rlbuf_td.kernels.episodes.triton import EpisodeNotes
 
 BACK, LEFT = range(2)
 BREAK = -(1 << 31)  # the bit 31 of `back`
@@ -129,17 +124,6 @@ def spans(
     return Spans(
         back.minimum(before), torch.where(ended, left - 1, ago), ended, back <= before
     )
-
-
-def episode_notes(
-    flags: np.ndarray, id_offset: int, id_dtype: torch.dtype | None, rows: Tensor
-) -> EpisodeNotes | None:
-    """Return what notes rows on a GPU; None elsewhere."""
-    if backend_of(rows) != "triton":
-        return None
-    from rlbuf_td.kernels.episodes.triton import EpisodeNotes
-
-    return EpisodeNotes(flags, id_offset, id_dtype, rows.device)
 
 
 def lanes_of_write(numbers: Tensor, following: Tensor, serials: Tensor) -> Lanes:
