@@ -69,6 +69,12 @@ class LoopStep:
         lead = storage.ndim - 1 if lane is None else 0
         if schema.ndim != lead:
             _refuse_lead(schema.shape, storage.ndim, lane)
+        lanes = storage.lane_count if lead else None
+        if lanes is not None and schema.shape[0] != lanes:
+            raise SchemaError(
+                f"'terminated' has shape {tuple(schema.shape)}, but the rows have {lanes} lanes: give the step of all "
+                f"{lanes} environments, or lane=e for the step of environment e"
+            )
         if not lead:
             schema = schema.unsqueeze(0)
         for key, value in [*walk(schema)]:

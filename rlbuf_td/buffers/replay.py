@@ -1066,19 +1066,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         TensorDict is made, and a single compiled call writes the step. NumPy's
         "same_kind" casts, such as float64 to the float32 of the rows, are allowed
         unless they change a whole number. So are casts that change no number, such as
-        from 0 and 1 to bool.
+        from 0 and 1 to bool. In a buffer without :meth:`from_env`, the first step fixes
+        dtypes and shapes. Rewards and Python floats are then float32, but lists of
+        floats are float64, as NumPy makes them: give float32 arrays.
 
         Args:
             observation: the observation before the step: an array, a number or a
                 tensor, or nested dicts and tuples of these, as spaces nest. With
                 ``ndim=2``, arrays ``[E, ...]``.
-            action: the action, likewise.
+            action: the action, in the same forms.
             reward: a number, or an array ``[E]``.
             next_observation: the observation after the step. With same-step autoreset,
                 pass ``final_obs`` when an episode ends. With next-step autoreset, which
                 ``gymnasium.make_vec`` has by default, the step after an episode's end
-                only resets: leave its lanes out, or use a
-                :class:`~rlbuf_td.GymnasiumRecorder`, which does.
+                only resets: write the steps of the other environments one by one, with
+                ``lane=``, or use a :class:`~rlbuf_td.GymnasiumRecorder`, which leaves
+                such steps out.
             terminated: a bool, or bools ``[E]``.
             truncated: a bool, or bools ``[E]``.
             lane: with ``ndim=2``, the lane to which the step of one environment

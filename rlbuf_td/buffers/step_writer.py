@@ -99,14 +99,16 @@ class StepWriter:
 
     def _stage(self, buffer: ReplayBuffer, plan: CompiledWrites) -> None:
         """Let the plan write the step from its memory, unless it does not fit."""
+        if self.lane is None and self.staged.size != plan.ring.lanes:
+            return  # the write raises the error
         parts, layout = buffer.parts, plan.rows.layout
         added = parts.writer.added_keys
         self._completed = [
             step.completed(layout, added) for step in (self.staged, self._chosen)
         ]
         whole, some = (step.addresses_in(layout) for step in self._completed)
-        if whole is None or some is None:  # the write raises the error
-            return
+        if whole is None or some is None:
+            return  # here, too
         self._transforms = modules_of(parts.transforms)
         self._begins_anew = parts.writer.begins_anew
         self._restarts = bool(parts.notices)

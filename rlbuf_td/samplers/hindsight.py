@@ -146,6 +146,11 @@ class HindsightSampler(SamplerWrapper):
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
+        if not callable(reward_fn):
+            raise TypeError(
+                f"reward_fn must be a function of the batch, got a {type(reward_fn).__name__}: "
+                "for an environment with compute_reward, pass gymnasium_reward_fn(env)"
+            )
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
         self.only_finished = only_finished

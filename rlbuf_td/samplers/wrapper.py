@@ -393,6 +393,7 @@ def summable(storage: PackedStorage, key: tuple[str, ...], what: str) -> Leaf:
         raise KeyError(f"{what} need {show_key(key)}, which is not stored")
     if not leaf.dtype.is_floating_point:
         raise TypeError(
-            f"rewards to sum must be floating point numbers, got {leaf.dtype}"
+            f"rewards to sum must be floating point numbers, got {leaf.dtype}: "
+            "cast them before the first write, reward.float()"
         )
     return leaf

@@ -120,7 +120,8 @@ class EpisodeKeys(NamedTuple):
             if leaf_of[key].dtype is not torch.bool:
                 got = kind(leaf_of[key].dtype, leaf_of[key].shape)
                 raise TypeError(
-                    f"done flags {self.done_key} must be bool, got {got} per row"
+                    f"done flags {self.done_key} must be bool, got {got} per row: "
+                    "cast them before the first write, done.bool()"
                 )
         if not flags and name is None:
             raise KeyError(

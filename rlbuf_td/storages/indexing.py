@@ -147,6 +147,10 @@ def flat_rows(
         return index if index.is_contiguous() else index.contiguous()
     if isinstance(index, tuple):
         index = torch.stack([moved(part, device).reshape(-1) for part in index], -1)
+    if isinstance(index, TensorDictBase):
+        raise TypeError(
+            f"row indices must be integers, got a {type(index).__name__}: pass those of the batch, batch['index']"
+        )
     index = moved(index, device)
     if index.dtype is not torch.int64:
         if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:

@@ -1225,7 +1225,8 @@ class PackedStorage(LazyTensorStorage):
         if data.batch_dims < lead_dims:
             raise SchemaError(
                 f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
-                f"(time, lanes), got batch size {tuple(data.batch_size)}"
+                f"(time, lanes), got batch size {tuple(data.batch_size)}: make the data of all lanes, "
+                "or write a row of one environment to its lane, rb.lane(e).add(row)"
             )
         if (
             self.lanes_wanted is not None

@@ -208,11 +208,13 @@ def refuse_unfit(
                 "or the write runs under FakeTensorMode or torch.func.functionalize, where tensors hold no data"
             )
         if value.dtype is not leaf.dtype or value.shape != lead + leaf.shape:
-            remedy = (
-                f"cast it with .to({leaf.dtype})"
-                if value.dtype is not leaf.dtype
-                else "reshape it before writing"
-            )
+            remedy = "reshape it before writing"
+            if value.dtype is not leaf.dtype:
+                remedy = f"cast it with .to({leaf.dtype})"
+            elif data.ndim > len(lead) and value.shape == data.shape + leaf.shape:
+                remedy = f"the data has the batch dims {[*data.shape]}, and this write takes {len(lead)}"
+                if len(lead) == 1:
+                    remedy += "; rows [T] are extended with data.reshape(-1)"
             raise SchemaError(
                 f"key {show_key(key)} came as {kind(value.dtype, value.shape)}, "
                 f"expected {kind(leaf.dtype, lead + leaf.shape)}: {remedy}"

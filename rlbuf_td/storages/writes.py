@@ -119,7 +119,8 @@ def refuse_shape(data: TensorDictBase, lead: int) -> NoReturn:
     have."""
     if data.ndim:
         raise SchemaError(
-            f"extend takes batch size [E, T] (lanes, time) with ndim={lead}, got {[*data.shape]}"
+            f"extend takes batch size [E, T] (lanes, time) with ndim={lead}, got {[*data.shape]}: "
+            "leave out reshape(-1), or give the lane of each row, lanes="
         )
     shapes = {
         (*value.shape[:lead],)
@@ -127,10 +128,11 @@ def refuse_shape(data: TensorDictBase, lead: int) -> NoReturn:
         if isinstance(value, torch.Tensor)
     }
     (common,) = shapes if len(shapes) == 1 else ((),)
-    what = "a single one: use add"
+    add = "add" if lead == 1 else "rb.lane(e).add"
+    what = f"a single one: use {add}"
     if len(common) == lead:
         remedy = (
-            f"pass TensorDict(data, {[*common]}), or, if it is a single one, use add"
+            f"pass TensorDict(data, {[*common]}), or, if it is a single one, use {add}"
         )
         what = f"a TensorDict without batch size, whose entries all have the leading dims {[*common]}: {remedy}"
     raise ValueError(

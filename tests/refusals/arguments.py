@@ -200,6 +200,8 @@ SAMPLERS: list[Row] = [
             (sequence, sequence)])),
     (lambda _: sequence(hindsight(), across_episodes=True), "TypeError: combined with a HindsightSampler"),
     (lambda _: td.HindsightSampler(None, len), "TypeError: HindsightSampler wraps a sampler, got NoneType"),
+    (lambda _: td.HindsightSampler(td.UniformSampler(), 0.0),
+     r"TypeError: must be a function of the batch, got a float: .*pass gymnasium_reward_fn\(env\)"),
 ]  # fmt: skip
 STORAGES: list[Row] = [
     *whole(td.PackedStorage, 1, "max_size"),

@@ -177,6 +177,8 @@ WRITES: Table = {
         *misfits(lambda rb, data: rb.extend(data), lambda: steps(4), RAGGED),
         *each(lambda rb, data: rb.extend(data),
               (steps(), "ValueError: got a single one: use add"),
+              (steps(4).reshape(2, 2),
+               r"SchemaError: the batch dims \[2, 2\], and this write takes 1; .*data.reshape\(-1\)"),
               (TensorDict(steps(4).to_dict()), r"ValueError: pass TensorDict\(data, \[4\]\), or, if"),
               (steps(4, loc=zeros(4), scale=zeros(4)), r"SchemaError: unknown keys 'loc', 'scale': .*"
                r"data\.exclude\('loc', 'scale'\), .*append_transform\(ExcludeTransform\('loc', 'scale', inverse"),
@@ -215,7 +217,7 @@ WRITES: Table = {
     ],
     ("ReplayBuffer.extend, [T, E]", lambda: of_lanes()): [
         *misfits(lambda rb, data: rb.extend(data), lambda: steps(3, 4)),
-        (lambda rb: rb.extend(steps(4)), r"SchemaError: extend takes batch size \[E, T\] .* got \[4\]"),
+        (lambda rb: rb.extend(steps(4)), r"SchemaError: \[E, T\] .* got \[4\]: leave .*, or give .*, lanes="),
         (lambda rb: rb.update_priority((tensor([0]), tensor([3])), ones(1)), "IndexError: lanes are 0 to 2"),
         (lambda rb: rb.sampler.update_priority(tensor([[0, 1]]), ones(1)), "ValueError: needs the storage"),
     ],
