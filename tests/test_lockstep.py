@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import math
 import multiprocessing as mp
 import os
@@ -933,6 +934,7 @@ class Machine:
             return
         self.rb.shutdown()
         self.world.rb, self.handles, self.mixed = None, {}, None
+        gc.collect()  # an interrupted call may refer to the rows
         self.model.begin_episodes()
         if a % 2 and self.kind.writer is None:
             self.reopened_after_kill_at(1 + (61 * a + b) % 800, a, b)
