@@ -24,7 +24,7 @@ from rlbuf_td.kernels.dispatch import (
 )
 from rlbuf_td.kernels.host_memory import HostTensors, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import empty_draws
+from rlbuf_td.kernels.strata import Stratification, empty_draws
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, BlockUpdate, Run
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
@@ -67,20 +67,26 @@ class PriorityRule(ABC):
         """Create an empty table for the priorities of ``capacity`` rows."""
 
     def draw(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
-        CPU) if no row can be drawn."""
+        CPU) if no row can be drawn.
+
+        Args:
+            uniform: ``[B]`` float64 numbers in ``[0, 1)``.
+            rows: the number of live rows.
+            law: how the rows are drawn and weighed.
+        """
         if backend_of(uniform) == "numba":
             flat, weight = empty_draws(uniform.shape[0])
-            self.draw_into(uniform, rows, stratified, norm, flat, weight)
+            self.draw_into(uniform, rows, law, flat, weight)
             return flat, weight
         self.refresh_weights()
-        return self.draw_with_torch(uniform, rows, stratified, norm)
+        return self.draw_with_torch(uniform, rows, law)
 
     @abstractmethod
     def draw_with_torch(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
         """Return what :meth:`draw` returns, on any device."""
 
@@ -88,8 +94,7 @@ class PriorityRule(ABC):
         self,
         batch: int,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         *,
         generator: torch.Generator | None,
         serials: Serials | None,
@@ -103,8 +108,7 @@ class PriorityRule(ABC):
         self,
         uniform: Tensor,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         flat: Tensor,
         weight: Tensor,
     ) -> None:

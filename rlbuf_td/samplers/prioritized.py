@@ -13,7 +13,11 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import LEAST_RATIO
+from rlbuf_td.kernels.strata import (
+    LEAST_RATIO,
+    Stratification,
+    stratification_of,
+)
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -134,19 +138,24 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
-        how = self.stratified, self.weight_norm
+        law = self._law(batch_size)
         if rule.is_launched:
             flat, weight, stamp = rule.launch_draw(
-                batch_size, rows, *how, generator=self._rng, serials=serials
+                batch_size, rows, law, generator=self._rng, serials=serials
             )
         else:
             device = rule.table.magnitude.device
             uniform = uniform_numbers(batch_size, self._rng, device)
-            flat, weight = rule.draw(uniform, rows, *how)
+            flat, weight = rule.draw(uniform, rows, law)
             stamp = None
         if self.weight_norm == "buffer":
             self.weight_watch.see(weight)
         return flat, weight, stamp
+
+    def _law(self, batch_size: int) -> Stratification:
+        """Return how a batch is drawn and weighed with the current settings."""
+        beta = self.settings.values[BETA]
+        return stratification_of(batch_size, self.stratified, beta, self.weight_norm)
 
     def draw_into(
         self,
@@ -165,8 +174,9 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             scratch.uniform_()
         else:
             fill_uniform_(scratch, self._rng)
-        how, weight = (self.stratified, self.weight_norm), report["priority_weight"]
-        self.rule.draw_into(scratch, live[0], *how, flat, weight)
+        weight = report["priority_weight"]
+        law = self._law(flat.shape[0])
+        self.rule.draw_into(scratch, live[0], law, flat, weight)
         if self.weight_norm == "buffer":
             self.weight_watch.see(weight)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import stratification_of
+from rlbuf_td.kernels.strata import Stratification
 from rlbuf_td.samplers.common import NO_PRIORITY
-from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
+from rlbuf_td.samplers.priorities import ALPHA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import State, exponent
 from rlbuf_td.storages.lock import defer_sigint
@@ -48,22 +48,19 @@ class ProportionalRule(PriorityRule):
         return sum_tree.SumTree.empty(capacity, device)
 
     def draw_with_torch(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
-        beta = self.settings.values[BETA]
-        return sum_tree.draw(self.table, uniform, stratified, rows, beta, norm)
+        return sum_tree.draw(self.table, uniform, rows, law)
 
     def launch_draw(
         self,
         batch: int,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         *,
         generator: torch.Generator | None,
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        law = stratification_of(batch, stratified, self.settings.values[BETA], norm)
         return sum_tree.launch_draw(
             self.table, batch, law, rows, generator=generator, serials=serials
         )
@@ -72,19 +69,23 @@ class ProportionalRule(PriorityRule):
         self,
         uniform: Tensor,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         flat: Tensor,
         weight: Tensor,
     ) -> None:
-        settings, batch = self.settings.values, uniform.shape[0]
+        settings = self.settings.values
         if settings[ALPHA] != settings[WEIGHED]:
             self.refresh_weights()
-        places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
-        law = stratification_of(batch, stratified, settings[BETA], norm)
-        if not loop("sum_tree.cpu", "draw")(
-            self.table.address, *places, batch, law, rows
-        ):
+        has_rows = loop("sum_tree.cpu", "draw")(
+            self.table.address,
+            uniform.data_ptr(),
+            flat.data_ptr(),
+            weight.data_ptr(),
+            uniform.shape[0],
+            law,
+            rows,
+        )
+        if not has_rows:
             raise RuntimeError(NO_PRIORITY)
 
     def probability(self, flat: Tensor) -> Tensor:

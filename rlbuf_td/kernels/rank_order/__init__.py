@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import masses
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, Stratification, masses
 from rlbuf_td.kernels.sum_tree import magnitudes_of, write_magnitudes
 
 #: Ranks whose cumulative mass is stored in a table.
@@ -181,24 +181,23 @@ class SortedOrder:
         self._is_sorted = True
 
     def draw(
-        self,
-        distribution: RankDistribution,
-        uniform: Tensor,
-        stratified: bool,
-        beta: float,
-        norm: str | None,
+        self, distribution: RankDistribution, uniform: Tensor, law: Stratification
     ) -> tuple[Tensor, Tensor]:
+        """Return drawn rows and importance weights, both ``[B]``, for ``[B]`` uniform
+        numbers in ``[0, 1)``."""
         self._refresh()
-        rows, total = self._count, mass(distribution, self._count)
-        ranks = ranks_of_mass(distribution, masses(uniform, total, stratified), rows)
+        rows = self._count
+        total = mass(distribution, rows)
+        positions = masses(uniform, total, law.step)
+        ranks = ranks_of_mass(distribution, positions, rows)
         # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has
         # the largest weight.
-        power = distribution.alpha * beta
-        last = ranks.max() if norm == "batch" else rows
+        power = distribution.alpha * law.beta
+        last = ranks.max() if law.norm == BY_BATCH else rows
         weight = (ranks.to(torch.float64) / last).pow(power)
-        if norm is None:
+        if law.norm == BY_NONE:
             weight = weight * (
-                last.to(torch.float64).pow(power) * (total / rows).pow(beta)
+                last.to(torch.float64).pow(power) * (total / rows).pow(law.beta)
             )
         return self._by_rank[ranks - 1], weight.to(torch.float32)
 
