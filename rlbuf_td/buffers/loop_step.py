@@ -119,7 +119,8 @@ def _as_stored(step: GymnasiumStep, stored: dict[Key, Leaf]) -> GymnasiumStep:
     :class:`StepColumns` does."""
     ended = _as_flags(step.terminated, "terminated")
     cut = _as_flags(step.truncated, "truncated")
-    reward, leaf = step.reward, stored.get(REWARD)
+    reward = step.reward
+    leaf = stored.get(REWARD)
     if leaf is not None and leaf.dtype is torch.float64:
         array = as_array(reward, REWARD)
         reward = torch.empty(array.shape, dtype=torch.float64, device="cpu")
@@ -138,9 +139,11 @@ def _structure(
     step: GymnasiumStep,
 ) -> tuple[list[tuple[int, Key, Key]], list[tuple[int, Key, Key]]]:
     """Return the leaves and the nodes of a step, see :class:`LoopStep`."""
-    leaves, nodes = [], []
+    leaves = []
+    nodes = []
     for name in ("observation", "action", "next_observation", "extras"):
-        part, value = step._fields.index(name), getattr(step, name)
+        part = step._fields.index(name)
+        value = getattr(step, name)
         for path, names in _visit(value):
             if names is None:
                 leaves.append((part, path, _key_of(name, value, path)))
@@ -180,6 +183,8 @@ def _refuse_entries(path: Key, node: Any, names: Key) -> NoReturn:
 
 
 def _refuse_lead(shape: torch.Size, ndim: int, lane: int | None) -> NoReturn:
+    """Raise a SchemaError for a step of another number of environments than the rows
+    take."""
     got = f"'terminated' has shape {tuple(shape)}"
     if lane is not None:
         how = "lane= takes the step of one environment: give one bool"

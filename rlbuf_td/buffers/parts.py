@@ -139,12 +139,14 @@ class Parts(NamedTuple):
     def update_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Update:
         """Return the update of priorities by a batch with ``dims`` batch dims, whose TD
         errors are at ``key``."""
-        entries, sampler = entries_of(data), self.prioritized
+        entries = entries_of(data)
+        sampler = self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
-        stamp, windows = entries.get(SAMPLED_AT), None
+        stamp = entries.get(SAMPLED_AT)
+        windows = None
         is_usual = (
             dims == 1 + self.gives_windows
             and type(td_error) is torch.Tensor

@@ -57,7 +57,8 @@ class Plan(ABC):
         self.storage, self.sampler, self.reason = storage, sampler, reason
         self.ring = storage.ring
         # the plan holds while these numbers are the same
-        self.epoch, self.mode = storage.epoch, in_dispatch_mode()
+        self.epoch = storage.epoch
+        self.mode = in_dispatch_mode()
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if self.wrapper is None else self.wrapper.innermost
         self.is_stamped = isinstance(innermost, Prioritized)
@@ -171,10 +172,12 @@ class CompiledPlan(Plan):
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
         if wrapper is None:
-            self.count, self.draws = size, partial(draw_from, sampler)
+            self.count = size
+            self.draws = partial(draw_from, sampler)
             self.draw_into = compiled_form(sampler, "draw_into", "draw")
         else:
-            self.count, self.draws = wrapper.drawn_rows_of(size), wrapper.draw_rows
+            self.count = wrapper.drawn_rows_of(size)
+            self.draws = wrapper.draw_rows
             self.draw_into = wrapper.find_draw_into()
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.

@@ -287,7 +287,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self.stale_updates = SharedCounter()
         # the numbers of batches and rows that `sample` has returned
         self.returned = SharedNumbers("q", [0, 0])
-        self.include_info, self.lane_key = include_info, optional_key(lane_key)
+        self.include_info = include_info
+        self.lane_key = optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
         # the memory of the steps of `add_step`
         self._loop_steps = threading.local()
@@ -767,7 +768,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     def _why_no_batch(self, rows: int) -> str:
         """Return in one sentence why there is no batch of ``rows`` rows now."""
-        stored, flow = len(self), self.flow
+        stored = len(self)
+        flow = self.flow
         if flow is not None and not (stored and flow.admits_sample(rows)):
             return flow.why_no_batch(rows)
         if not stored:
@@ -884,7 +886,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._batch_size or 0, next(iter(self.plans.values()), None)
         )
         calls = {"sample": "no call yet" if plan is None else plan.reason}
-        prioritized, storage = self.parts.prioritized, self._storage
+        prioritized = self.parts.prioritized
+        storage = self._storage
         if prioritized is not None:
             calls["update_tensordict_priority"] = (
                 why_not_launched(prioritized, storage, "updates priorities")
@@ -1332,7 +1335,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         transforms = torchrl_parts.modules_of(self.parts.transforms)
         is_plain = False
         if type(data) is TensorDict and rows is not None:
-            keys, names = plain_entries(data).keys(), rows.layout.names.keys()
+            keys = plain_entries(data).keys()
+            names = rows.layout.names.keys()
             added = self.parts.added_names
             is_plain = len(keys) == len(names)
             if added and not is_plain:
@@ -1359,7 +1363,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         with self._storage.lock:
             # under the lock: another thread may have replaced a part
             parts, storage = self.parts, self._storage
-            writer, td_error = parts.writer, None
+            writer = parts.writer
+            td_error = None
             is_direct = parts.writes_directly and self._dim_extend < storage.ndim
             if time_dim and (not is_direct or data.ndim <= time_dim):
                 if data.ndim <= time_dim:
@@ -1568,9 +1573,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         entries, by row."""
         self._refuse_shut_down()
         parts = self.parts or self._initialize()
-        storage, dims = parts.storage, batch.ndim
+        storage = parts.storage
+        dims = batch.ndim
         inner = inner_dims(storage, dims)
-        index, stamp = batch.get("index", None), batch.get(SAMPLED_AT, None)
+        index = batch.get("index", None)
+        stamp = batch.get(SAMPLED_AT, None)
         stamp = stamp if sampled_at is None else sampled_at
         if index is None or stamp is None:
             reason = (
@@ -1612,7 +1619,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     ) -> int:
         """Write the result of :meth:`_checked_entries`; return the number of rows
         written."""
-        parts, storage, dims = self.parts, self.storage, batch.ndim
+        parts = self.parts
+        storage = self.storage
+        dims = batch.ndim
         inner = inner_dims(storage, dims)
         with storage.lock, defer_sigint:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
@@ -1703,6 +1712,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 refuse_rounding(leaf.key, value, leaf.dtype, remedy)
 
     def _refuse_shut_down(self) -> None:
+        """Raise a ShutDown error if the buffer has been shut down or closed."""
         if self._service_shutdown and self._storage.is_closed:
             remedy = (
                 "make another one (PackedStorage(reopen=True) continues rows in a file)"
@@ -2144,7 +2154,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         reserved rows."""
         if vars(self).get("_writer") is None:
             return
-        storage, layout = self._storage, self._storage.all_rows().layout
+        storage = self._storage
+        layout = self._storage.all_rows().layout
         schema = layout.unpack(
             torch.empty(
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"

@@ -123,7 +123,8 @@ class Batches:
 
     def take(self, beta: float) -> TensorDict:
         """Return the next batch, ``[B]``, in newly allocated memory."""
-        draws, window = self.rank[self.next], self.spec.window_rows
+        draws = self.rank[self.next]
+        window = self.spec.window_rows
         self.next += 1
         rows = draws
         if window > 1:
@@ -166,7 +167,9 @@ def probabilities(
     # The client chooses a shard by the masses in ``known``; the shard chooses a row by
     # its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
-    rows, least, parts = 0, inf, []
+    rows = 0
+    least = inf
+    parts = []
     for shard, report in enumerate(known):
         if report is None:
             continue

@@ -43,7 +43,8 @@ from rlbuf_td.storages.tensordict_fast import entries_of
 _REFRESH = 0.1
 # seconds in which rows that flow control has counted arrive in a shard, or are lost
 _ARRIVAL = 1.0
-_NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
+_NO_HANDLES = np.empty((0, 4), np.int64)
+_NO_ERRORS = np.empty(0, np.float64)
 
 
 class Admission(NamedTuple):
@@ -305,7 +306,8 @@ class Client:
 
     def _send(self, size: int, deadline: float) -> Draw | None:
         """Request batches from the shards; return ``None`` if all shards are empty."""
-        links, windows = self.links, self.spec.windows
+        links = self.links
+        windows = self.spec.windows
         links.require_one(deadline)
         # ValueError if it is no multiple of a window
         draws = size if windows is None else windows.drawn_rows_of(size)
@@ -556,6 +558,8 @@ class Client:
         self.extend(data.unsqueeze(self.spec.ndim - 1))
 
     def _shard_to_write(self) -> int:
+        """Return the shard to which this client writes: its home, or the next one that
+        is alive."""
         links = self.links
         links.require_one()
         if self._home is None:

@@ -64,7 +64,8 @@ class Spec(NamedTuple):
     def of(cls, buffer: ReplayBuffer) -> Spec:
         """Return the properties of a buffer; TypeError or ValueError if the buffer
         cannot be sharded."""
-        inner, outer = checked_sampler(buffer), buffer.sampler
+        inner = checked_sampler(buffer)
+        outer = buffer.sampler
         windows = None
         if isinstance(outer, SequenceSampler):
             windows = SequenceSampler(
@@ -292,6 +293,7 @@ class Shard:
         return sum(staged.data.numel() for staged in self._staged)
 
     def report(self) -> Report:
+        """Return the counts and the sums of weights of this shard, for its clients."""
         rows = len(self.storage)
         mass = float(rows)
         smallest = 1.0 if rows else inf
@@ -486,6 +488,8 @@ class Shard:
                 self._refused.setdefault(writer, []).append(refusal)
 
     def _store(self, writer: int, data: TensorDictBase) -> None:
+        """Write the data of a writer; SchemaError if another shard got rows of another
+        layout first."""
         is_first = written_layout(self.storage) is None
         if writer != self._writer:
             _end_trajectories(self.storage)
@@ -553,12 +557,14 @@ def _extend_by_dump(buffer: ReplayBuffer, folder: str, steps: int, part: range) 
     """Write a ``part`` of the ``steps`` time steps of a dump, and their priorities, to
     a buffer."""
     checkpoint = open_checkpoint(folder)
-    source, state = checkpoint.storage, innermost_state(checkpoint.sampler)
+    source = checkpoint.storage
+    state = innermost_state(checkpoint.sampler)
     if source is None or int(source.ring.count[0]) != steps:
         raise CheckpointError(
             f"{folder} does not hold the {steps} time steps that the manifest says"
         )
-    ring, prioritized = source.ring, buffer._initialize().prioritized
+    ring = source.ring
+    prioritized = buffer._initialize().prioritized
     _end_trajectories(buffer.storage)
     if prioritized is not None:
         prioritized.alpha = state["alpha"]

@@ -405,7 +405,8 @@ class ShardedReplayBuffer(Client):
                 nothing has changed.
         """
         self.links.require_open()
-        path, links = self._folder(path), self.links
+        path = self._folder(path)
+        links = self.links
         manifest = Manifest.read(path)
         parts = self._parts(path, manifest)
         try:

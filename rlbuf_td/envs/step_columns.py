@@ -23,7 +23,8 @@ _EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
 #: The number of rewards up to which Python's `max` takes less time than NumPy, which
 #: first makes sure that an overflow does not warn.
 _FEW = 64
-_BOOL, _DOUBLE = np.dtype(bool), np.dtype(np.float64)
+_BOOL = np.dtype(bool)
+_DOUBLE = np.dtype(np.float64)
 _FLAGS = bool, np.bool_
 _TRUE = b"\x01"
 
@@ -97,6 +98,8 @@ class StepColumns:
         return _TRUE in self.done.tobytes()
 
     def _fill_reward(self, reward: object) -> None:
+        """Fill the reward column; SchemaError if its shape differs or if casting rounds
+        it."""
         column = self._reward
         if isinstance(reward, float) and not column.shape:
             is_exact = abs(reward) <= self._exact
@@ -128,6 +131,7 @@ class StepColumns:
             return rewards.dot(rewards) <= self._exact**2
 
     def _refuse_reward(self, shape: tuple[int, ...]) -> None:
+        """Raise a SchemaError for rewards of this shape."""
         column = self._rewards
         fault = (
             f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
@@ -172,6 +176,8 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
+    """Return an array as ``dtype``; SchemaError if a value changes by more than
+    rounding."""
     if np.can_cast(array.dtype, dtype, "same_kind"):
         if _is_below(array, _EXACT.get(dtype, 127)):
             return array  # NumPy casts it without a loss of whole numbers

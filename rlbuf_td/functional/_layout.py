@@ -48,7 +48,8 @@ class TimeLayout(NamedTuple):
             for name, x in named.items()
         }
         first = next(iter(inputs.values()))
-        shape, device = tuple(first.shape), first.device
+        shape = tuple(first.shape)
+        device = first.device
         if any(x.shape != shape for x in inputs.values()):
             differing: dict[str, object] = {
                 name: tuple(x.shape) for name, x in inputs.items()
@@ -139,6 +140,8 @@ class TimeLayout(NamedTuple):
 
 
 def coefficient(function: str, name: str, x: float) -> float:
+    """Return a coefficient such as gamma as a float; an error names the function if it
+    is not in [0, 1]."""
     try:
         x = float(x)
     except (TypeError, ValueError):
@@ -156,6 +159,8 @@ def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _checked(function: str, name: str, x: Tensor | None, *, must_float: bool) -> Tensor:
+    """Return an argument of a function; TypeError if it is no tensor, or of another
+    dtype than it takes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
     if name in _FLAGS:

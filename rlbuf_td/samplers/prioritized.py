@@ -133,7 +133,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return drawn rows, importance weights, and the serials of the rows if they
         are known."""
-        rows, rule = row_count(storage), self.rule
+        rows = row_count(storage)
+        rule = self.rule
         if not rows:
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
@@ -280,7 +281,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     def snapshot(self) -> State:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        capacity, largest = self.priorities.capacity, float(self.priorities.largest)
+        capacity = self.priorities.capacity
+        largest = float(self.priorities.largest)
         magnitude = alias_of(self.rule.table.magnitude[:capacity])
         return self._settings() | {
             "max_capacity": capacity,

@@ -299,6 +299,8 @@ class ProportionalSampler(Prioritized):
             self.rule.refresh_weights()
 
     def _from_torchrl(self, state: State) -> State:
+        """Return the state of TorchRL's ``PrioritizedSampler`` as one of this
+        sampler."""
         saved, largest = read_torchrl_priorities(state)
         capacity = max(len(saved), self.priorities.capacity)
         magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device="cpu")
@@ -318,7 +320,9 @@ def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[Tensor, float]:
         The magnitudes of the TD errors of N rows (``[N]`` float64, -1: no priority),
         and the largest magnitude so far, -1 if there is none.
     """
-    tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
+    tree = state["_sum_tree"]
+    alpha = float(state["_alpha"])
+    eps = float(state["_eps"])
     weight = torch.as_tensor(
         tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu"
     )

@@ -213,7 +213,8 @@ class RankSampler(Prioritized):
         if k < 1:
             raise ValueError(f"a batch has at least 1 segment, got k={k}")
         self.rule.refresh_weights()
-        rows, ranks = self.rule.table.count(), self.rule.ranks
+        rows = self.rule.table.count()
+        ranks = self.rule.ranks
         if not rows:
             raise RuntimeError(_NO_ROWS)
         edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (

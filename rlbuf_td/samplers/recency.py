@@ -30,6 +30,8 @@ def _half_life(name: str, value: object) -> float:
 
 
 def _window(name: str, value: object) -> int | None:
+    """Return a checked window, or None; fractions are cut, because schedulers of
+    TorchRL set them."""
     if (
         isinstance(value, Real)
         and not isinstance(value, bool)
@@ -161,6 +163,8 @@ class RecencySampler(RowSampler):
         return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
     def _draw_by_lane(self, ring: Ring, uniform: Tensor) -> Tensor:
+        """Return drawn cells of lanes with unlike numbers of rows, for ``[B]`` uniform
+        numbers."""
         span, mass = self._mass_by_lane(to_device(ring.count, uniform.device))
         end = mass.cumsum(0)
         position = torch.minimum(

@@ -238,13 +238,15 @@ class SequenceSampler(SamplerWrapper):
             "output_layout", output_layout
         )
         self.gives_windows = output_layout == "batch_time"
-        self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
+        self.slice_end_key = as_tuple(slice_end_key)
+        self.time_dim_name = time_dim_name
         self.length = length
         self.burn_in = burn_in
         self.boundary = boundary
         self.stride = stride
         self._refuse_stride()
-        self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
+        self.priority_rule = one_of("max", "mix")("priority", priority)
+        self.eta = eta
         beside = self.episode_keys.done_key[:-1]
         ends = (
             (None, None)
@@ -358,7 +360,8 @@ class SequenceSampler(SamplerWrapper):
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
-        anchors, window = flat.contiguous(), self.window
+        anchors = flat.contiguous()
+        window = self.window
         rows = self._expanded(storage, anchors)
         owner = None
         if self.takes_goals:
@@ -493,14 +496,19 @@ class SequenceSampler(SamplerWrapper):
 
     def _expanded(self, storage: PackedStorage, anchors: Tensor) -> Expanded:
         """Return the rows of the windows."""
-        ring, ndim, episodes = storage.ring, storage.ndim, self.episodes_of(storage)
-        shifts, crosses = self.boundary == "shift", self.across_episodes
+        ring = storage.ring
+        ndim = storage.ndim
+        episodes = self.episodes_of(storage)
+        shifts = self.boundary == "shift"
+        crosses = self.across_episodes
         shape = WindowShape(self.length, self.burn_in, shifts, crosses)
-        serials, is_paired = ring.for_kernels(), ndim == 2
+        serials = ring.for_kernels()
+        is_paired = ndim == 2
         if serials is not None and ndim <= 2 and storage.all_rows().is_launched:
             numbers = episodes.numbers
             return launch_expand(anchors, numbers, serials, shape, has_pairs=is_paired)
-        reach, size = self._reach(storage, anchors), (ring.steps, ring.lanes)
+        reach = self._reach(storage, anchors)
+        size = (ring.steps, ring.lanes)
         rows = expand(anchors, reach, *size, shape)
         if crosses:
             begins = episodes.spans(rows.flat).back == 0
@@ -643,7 +651,9 @@ class _WindowReading(Reading):
         inner: Reading,
     ) -> None:
         super().__init__(storage, count * wrapper.window, is_stamped)
-        self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
+        self.wrapper = wrapper
+        self.inner = inner
+        self.window = wrapper.window
         #: ``[B]`` int64, where the rows of windows with coordinates are listed; others
         # are listed in the index.
         self.listed = torch.zeros(

@@ -189,7 +189,8 @@ def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Te
     on."""
     if stand_apart(storage):
         return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
-    rows, lanes = len(storage), lanes_of(storage).numel()
+    rows = len(storage)
+    lanes = lanes_of(storage).numel()
     after_newest = (last_step(storage, rows // lanes) + 1) * lanes
     return (number + (after_newest - young_count(storage, max_age))) % rows
 
@@ -197,7 +198,8 @@ def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Te
 def _is_young(storage: Storage, max_age: int, flat: torch.Tensor) -> torch.Tensor:
     if hasattr(storage, "ring"):
         return (storage.ring.reach(flat)[1] <= max_age) & storage.ring.is_live(flat)
-    steps, lanes = len(storage) // lanes_of(storage).numel(), lanes_of(storage).numel()
+    steps = len(storage) // lanes_of(storage).numel()
+    lanes = lanes_of(storage).numel()
     return (last_step(storage, steps) - flat // lanes) % steps <= max_age
 
 

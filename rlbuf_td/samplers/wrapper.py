@@ -306,14 +306,18 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         super().__setattr__(name, value)
 
     def _refuse_setting_of_inner(self, name: str) -> None:
-        sampler, path = self.__dict__.get("sampler"), "sampler"
+        """Raise an AttributeError if ``name`` is a setting of a sampler inside this
+        wrapper."""
+        sampler = self.__dict__.get("sampler")
+        path = "sampler"
         while sampler is not None:
             if isinstance(getattr(type(sampler), name, None), Setting):
                 raise AttributeError(
                     f"a {type(self).__name__} has no setting {name!r}, the {type(sampler).__name__} in it has: "
                     f"set {path}.{name} of this {type(self).__name__}"
                 )
-            sampler, path = sampler.__dict__.get("sampler"), f"{path}.sampler"
+            sampler = sampler.__dict__.get("sampler")
+            path = f"{path}.sampler"
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None
@@ -332,7 +336,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the
         state is invalid."""
         with state_of(self):
-            before, settings = self._settings(), state_dict["settings"]
+            before = self._settings()
+            settings = state_dict["settings"]
             # an older version may have fewer settings
             if not settings.keys() <= before.keys():
                 expected = f"a {type(self).__name__} has {sorted(before)}"
@@ -350,7 +355,8 @@ def environments_alternate(storage: PackedStorage) -> bool:
     """Whether environments alternate in the newest rows of the longest lane, see
     :func:`alternate`."""
     ring = storage.ring
-    count, lane = ring.count, int(ring.count.argmax())
+    count = ring.count
+    lane = int(ring.count.argmax())
     newest = np.zeros_like(count)
     newest[lane] = 1
     one = storage.gather(ring.newest_cells(newest))

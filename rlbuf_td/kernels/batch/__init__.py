@@ -76,7 +76,8 @@ def gather_leaves(
         "count": index.numel(),
     }
     record = record_of(BATCH, leaves=len(extents), extents=extents.ctypes.data, **shape)
-    gather_rows, count = loop("batch.cpu", "gather_rows"), index.numel()
+    gather_rows = loop("batch.cpu", "gather_rows")
+    count = index.numel()
     work = partial(
         gather_rows, record.ctypes.data, address_of(index), targets.ctypes.data, live
     )

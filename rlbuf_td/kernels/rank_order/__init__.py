@@ -67,6 +67,8 @@ class Ranks(NamedTuple):
 def rank_distribution(
     alpha: float, device: torch.device | str = "cpu"
 ) -> RankDistribution:
+    """Return the distribution of ranks with probabilities proportional to ``rank **
+    -alpha``."""
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
     # An asynchronous copy is safe: drivers read memory that is not page-locked before
@@ -171,6 +173,7 @@ class SortedOrder:
         return largest
 
     def _refresh(self) -> None:
+        """Sort the rows again if a magnitude has changed."""
         if self._is_sorted:
             return
         # Stable, so that ties are ordered by row; rows without a magnitude, -1, come
@@ -298,6 +301,7 @@ class ChunkedOrder:
         self._fill_with(magnitude)
 
     def _adopt(self, tensors: dict[str, Tensor]) -> None:
+        """Use these tensors as the memory of the order."""
         shape = {
             "rows": len(tensors["bits"]),
             "chunks": len(tensors["keys"]),
@@ -308,7 +312,8 @@ class ChunkedOrder:
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
             **shape,
         )
-        magnitude, address = tensors["bits"].view(torch.float32), record.ctypes.data
+        magnitude = tensors["bits"].view(torch.float32)
+        address = record.ctypes.data
         # At once, because an interrupt may come: the record has addresses of the
         # tensors.
         self.tensors, self.addresses, self.address, self.magnitude = (
@@ -348,6 +353,8 @@ class ChunkedOrder:
             )
 
     def ranks_of(self, index: Tensor) -> Tensor:
+        """Return the ranks of rows, int64; 0 for a row without a magnitude; IndexError
+        if one is out of range."""
         last = len(self.magnitude) - 1
         index = index.contiguous()
         ranks = torch.empty(index.shape, dtype=torch.int64, device="cpu")

@@ -73,6 +73,7 @@ class Chunks(NamedTuple):
 
 @inlined
 def _chunks(record):
+    """Return the arrays of an ``ORDER`` record."""
     return Chunks(
         head=carray(pointer(record.head), 3, np.int64),
         bits=carray(pointer(record.bits), record.rows, np.int32),
@@ -132,7 +133,8 @@ def _fetch_chunk(chunks, position):
 @inlined
 def _count_below(chunks, position, key):
     """Return how many keys of a chunk are smaller than ``key``."""
-    chunk, count = np.uint64(chunks.chunk[position]), 0
+    chunk = np.uint64(chunks.chunk[position])
+    count = 0
     for i in range(chunks.size[position]):
         count += chunks.keys[chunk, np.uint64(i)] < key
     return count
@@ -179,6 +181,8 @@ def ranks_of(order, index, count, out):
 
 @inlined
 def _mass_of_all(rows, ranks):
+    """Return the sum of the weights of ranks 1 to ``rows``: from the table, or by Euler
+    and Maclaurin."""
     if rows <= HEAD:
         return load(ranks.head + 8 * (rows - 1), np.float64)
     x = rows + 0.5
@@ -191,6 +195,8 @@ def _mass_of_all(rows, ranks):
 
 @inlined
 def _rank_of_mass(mass, rows, ranks):
+    """Return the first rank at which the sum of weights exceeds ``mass``, at most
+    ``rows``."""
     if mass >= load(ranks.head + 8 * (HEAD - 1), np.float64):
         y = mass - ranks.shift
         bend = 1.0 - ranks.alpha
@@ -227,7 +233,8 @@ def draw(
     total = _mass_of_all(rows, ranks)
     masses(uniform, total, law.step)
     # the number of rows before each drawn one
-    last, before = 1, np.empty(batch, np.int64)
+    last = 1
+    before = np.empty(batch, np.int64)
     for j in range(batch):
         rank = _rank_of_mass(uniform[j], rows, ranks)
         last = max(last, rank)
@@ -318,6 +325,7 @@ def arrange(order, keys_at, count):
 
 @kernel
 def _arrange(chunks, keys):
+    """Spread ascending keys over new chunks of at most ``ROOM`` keys."""
     chunks.first[:] = NO_KEY
     chunks.before[:] = NO_KEY
     chunks.head[USED] = max(1, -(-len(keys) // ROOM))
@@ -328,14 +336,16 @@ def _arrange(chunks, keys):
             chunks.keys[position, i] = keys[start + i]
         chunks.first[position] = keys[start] if position else 0
         chunks.chunk[position], chunks.size[position] = position, count
-    chunks.head[ROWS], chunks.head[CHANGED] = len(keys), 1
+    chunks.head[ROWS] = len(keys)
+    chunks.head[CHANGED] = 1
 
 
 @inlined
 def _rearrange(chunks):
     """Move all keys to chunks that are three quarters full, when no unused chunk is
     left."""
-    keys, done = np.empty(chunks.head[ROWS], np.int64), 0
+    keys = np.empty(chunks.head[ROWS], np.int64)
+    done = 0
     for position in range(chunks.head[USED]):
         for i in range(chunks.size[position]):
             keys[done] = chunks.keys[chunks.chunk[position], i]
@@ -418,7 +428,8 @@ def _split(chunks, position, key, count):
     """
     below = _count_below(chunks, position, key)
     cut = _HALF if 0 < below < WIDTH and count < _HALF else below
-    new, later = chunks.head[USED], position + 1
+    new = chunks.head[USED]
+    later = position + 1
     _move_up(address_of(chunks.first) + 8 * later, new - later, 8)
     _move_up(address_of(chunks.chunk) + 4 * later, new - later, 4)
     _move_up(address_of(chunks.size) + 4 * later, new - later, 4)
@@ -431,7 +442,8 @@ def _split(chunks, position, key, count):
     highest = chunks.keys[chunks.chunk[position], WIDTH - 1]
     # the new chunk may be empty
     chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1
-    chunks.size[position], chunks.size[later] = cut, WIDTH - cut
+    chunks.size[position] = cut
+    chunks.size[later] = WIDTH - cut
     chunks.head[USED] += 1
 
 

@@ -35,11 +35,13 @@ _NONE = -1  # the newest row of a lane: it has none
 
 @inlined
 def _names_of(stored, group, cell):
+    """Return the address of the names in the row of a cell."""
     return stored.rows + cell * stored.row_bytes + group.names_at
 
 
 @inlined
 def _entry(group, name):
+    """Return the address of the entry with this name."""
     return group.entries + (np.int64(name) - 1) * group.nbytes
 
 
@@ -48,8 +50,10 @@ def _entry(group, name):
 
 @inlined
 def _expect_entries(stored, row):
+    """Prefetch the entries of the row at address ``row``."""
     for g in range(stored.group_count):
-        group, last = load_fields(stored.groups, g, Group), np.int32(0)
+        group = load_fields(stored.groups, g, Group)
+        last = np.int32(0)
         for n in range(group.names):
             name = load(row + group.names_at + 4 * n, np.int32)
             if name != last:
@@ -61,7 +65,8 @@ def _expect_entries(stored, row):
 def _copy_entry(stored, group, name, n, targets, i):
     """Copy the entry whose name is number ``place`` in a row to row ``i`` of a
     batch."""
-    source, side = _entry(group, name), np.int64(n >= group.pieces)
+    source = _entry(group, name)
+    side = np.int64(n >= group.pieces)
     piece = n - side * group.pieces
     for p in range(group.first_part, group.past_part):
         part = load_fields(stored.parts, p, Part)
@@ -94,7 +99,8 @@ def read(address, targets, cells, begin, end, live, whole):
             row = stored.rows + cell * stored.row_bytes
             prefetch(row)
             prefetch(row + stored.row_bytes - 1)
-        near, i = begun - _ROWS + _ENTRIES, begun - _ROWS
+        near = begun - _ROWS + _ENTRIES
+        i = begun - _ROWS
         if begin <= near < end:
             _expect_entries(
                 stored,
@@ -130,6 +136,7 @@ _ENDS = 3
 
 @inlined
 def _following(group, chunk):
+    """Return the chunk after a chunk in the ring of its lane."""
     return np.int64(load(group.following + 4 * chunk, np.int32))
 
 
@@ -139,7 +146,8 @@ def _enter_chunk(group, newest, oldest):
     next in the ring is live."""
     last = (newest - 1) >> group.bits
     after = _following(group, last) if newest else np.int64(-1)
-    spare, used = load(group.counters, np.int64), load(group.counters + 8, np.int64)
+    spare = load(group.counters, np.int64)
+    used = load(group.counters + 8, np.int64)
     is_full = newest == 0 or (oldest != 0 and after == (oldest - 1) >> group.bits)
     # there are always enough chunks, except in forged states
     if not is_full or (spare == 0 and used == group.chunks):
@@ -180,11 +188,9 @@ def link(address, head):
     ring = carray(pointer(head), (2, stored.lanes), np.int64)
     for g in range(stored.group_count):
         group = load_fields(stored.groups, g, Group)
-        is_live, used, spare = (
-            np.zeros(group.chunks, np.bool_),
-            np.int64(0),
-            np.int64(-1),
-        )
+        is_live = np.zeros(group.chunks, np.bool_)
+        used = np.int64(0)
+        spare = np.int64(-1)
         for lane in range(stored.lanes):
             first = last = np.int64(-1)
             for serial in range(ring[0, lane], ring[1, lane]):
@@ -194,7 +200,8 @@ def link(address, head):
                     chunk = (np.int64(name) - 1) >> group.bits
                     if chunk == last or name < 1 or is_live[chunk]:
                         continue
-                    is_live[chunk], used = True, max(used, chunk + 1)
+                    is_live[chunk] = True
+                    used = max(used, chunk + 1)
                     if last < 0:
                         first = chunk
                     else:
@@ -231,6 +238,8 @@ def _given(group, data, part, side):
 
 @inlined
 def _is_entry(group, data, side, name, piece):
+    """Whether the bytes of a piece of the data equal those of the entry with this
+    name."""
     stored = _entry(group, name)
     for p in range(group.first_part, group.past_part):
         part = load_fields(data.parts, p, Part)
@@ -288,7 +297,8 @@ def _fresh(group, data, side, row, ends):
 def _put(stored, group, data, row, ends):
     """Store the observations of the next row of a lane; ``row`` is the address of its
     names."""
-    newest, pieces = load(ends + _ROW, np.int64), group.pieces
+    newest = load(ends + _ROW, np.int64)
+    pieces = group.pieces
     for side in range(group.sides):
         # The first names may be those of the row before, whose next observation this
         # is, or of the stack a step before.
@@ -309,10 +319,8 @@ def _put(stored, group, data, row, ends):
 def _find_ends(stored, group, ends, lane, head, new_rows):
     """Look up the ends of a lane; ``new_rows`` rows are written to it, and replace its
     oldest ones."""
-    steps, written = (
-        stored.total // stored.lanes,
-        load(head + 8 * (stored.lanes + lane), np.int64),
-    )
+    steps = stored.total // stored.lanes
+    written = load(head + 8 * (stored.lanes + lane), np.int64)
     live = written - load(head + 8 * lane, np.int64)
     row = (written - 1) % steps * stored.lanes + lane if live else np.int64(_NONE)
     store(ends + _ROW, row, np.int64)

@@ -54,7 +54,8 @@ Number: TypeAlias = float | Tensor
 BLOCK, GROUP = 16, 8  # weights per block, and blocks or groups per group
 #: Bounds of weights, normal float32 numbers: no positive float32 priority gets the
 # weight 0, and none an infinite one.
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
+SMALLEST = 2.0**-126
+LARGEST = 2.0**126
 #: Larger magnitudes count as this value, the largest float32.
 LARGEST_MAGNITUDE = torch.finfo(torch.float32).max
 #: What an update returns, instead of a magnitude, if it refuses the batch.

@@ -224,7 +224,8 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask``
     must be contiguous.
     """
-    dtype, rows = target.dtype, target.shape[0]
+    dtype = target.dtype
+    rows = target.shape[0]
     is_on_host = backend_of(target) == "numba"
     is_number = target.numel() == rows and target.is_contiguous()
     if is_on_host and is_number and dtype in (torch.float32, torch.float64):

@@ -141,7 +141,8 @@ def put_sum(target, rewards, numbers, cell, count, gamma):
     """Write the discounted sum of ``count`` rewards, from row ``cell`` on, to
     ``target``."""
     # as with torch's ``cumsum``, -0.0 becomes 0.0
-    total, discount = 0.0 + _reward_at(rewards, cell), 1.0
+    total = 0.0 + _reward_at(rewards, cell)
+    discount = 1.0
     for _ in range(1, count):
         cell = following(numbers, cell)
         discount *= gamma
@@ -179,7 +180,8 @@ def n_step(episodes, address, flat, targets, steps, live):
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell, length = first[i], load(taken + 8 * i, np.int64)
+        cell = first[i]
+        length = load(taken + 8 * i, np.int64)
         for leaf in range(batch.leaves):
             offset = leaves[leaf, 0]
             width = leaves[leaf, 1]
@@ -286,7 +288,8 @@ def replace_short(
     for ``order`` only counts; a call with other anchors must do so before one that
     replaces.
     """
-    numbers, short = numbers_at(episodes), 0
+    numbers = numbers_at(episodes)
+    short = 0
     anchor = carray(pointer(anchors), count, np.int64)
     for i in range(count):
         if order and not _fits(numbers, length, burn_in, across, anchor[i]):
@@ -408,6 +411,8 @@ def mark_ends(episodes, windows, flat, targets):
 
 @kernel
 def _mark_first_steps(numbers, windows, flat, target, width):
+    """Mark the rows of windows that begin an episode in the leaf at address ``target``,
+    ``width`` flags per row."""
     window = windows.burn_in + windows.length
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     for row in range(windows.count * window):
