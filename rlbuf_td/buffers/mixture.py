@@ -742,21 +742,18 @@ def largest_normalizer(
 
     ``drawn`` has the normalizers of the members with rows in the batch.
     """
-    samplers = [member._initialize().prioritized for member in members.values()]
-    if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
-        return 1.0
-    known = [
-        *drawn.values(),
-        *(
-            normalizer_of(member, None)
-            for name, member in members.items()
-            if name not in drawn
-        ),
-    ]
-    return max(
-        [number for number in known if number is not None] + [1.0] * (None in samplers),
-        default=1.0,
-    )
+    normalizers: list[float | None] = []
+    for name, member in members.items():
+        sampler = member._initialize().prioritized
+        if sampler is None:
+            normalizers.append(1.0)  # uniform draws have the weight 1
+        elif sampler.weight_norm is None:
+            return 1.0
+        elif name in drawn:
+            normalizers.append(drawn[name])
+        else:
+            normalizers.append(normalizer_of(member, report=None))
+    return max((number for number in normalizers if number is not None), default=1.0)
 
 
 def draw_rows_of(member: ReplayBuffer, count: int, is_weighted: bool) -> MemberRows:

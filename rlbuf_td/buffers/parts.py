@@ -37,7 +37,7 @@ from rlbuf_td.storages.indexing import (
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
+from rlbuf_td.storages.torchrl_parts import listeners_of, loses_order
 from rlbuf_td.writers import ReservoirWriter, RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -146,7 +146,6 @@ class Parts(NamedTuple):
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
         stamp = entries.get(SAMPLED_AT)
-        windows = None
         is_usual = (
             dims == 1 + self.gives_windows
             and type(td_error) is torch.Tensor
@@ -163,9 +162,10 @@ class Parts(NamedTuple):
             )
         if stamp is not None and dims != 1:
             stamp = first_of_row(stamp, dims, inner_dims(self.storage, dims))
-        if self.wrapper is not None:
-            index, td_error, windows = self.wrapper.anchored(entries, index, td_error)
-        return Update(index, td_error, stamp, windows)
+        update = Update(index, td_error, stamp)
+        return (
+            update if self.wrapper is None else self.wrapper.anchored(entries, update)
+        )
 
 
 def has_own(sampler: Sampler, method: str, *empty: object) -> bool:
@@ -196,7 +196,7 @@ def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
     """Raise a ValueError if the storage, or the sampler of a buffer over it, needs time
     order and the writer keeps none, or a NotImplementedError if the writer counts the
     writes to each position."""
-    if keeps_order(writer) is False and storage.dedup_options:
+    if loses_order(writer) and storage.dedup_options:
         reason = "share_next and frames store observations in time order"
         raise ValueError(
             f"{reason}, a {type(writer).__name__} keeps none: use a RingWriter, or leave them out"

@@ -33,7 +33,7 @@ from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import SamplerWrapper, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
-from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.ring import SAMPLED_AT, LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ class CompiledPlan(Plan):
 
     A sampler can have a method ``draw_into(storage, live, flat, report, scratch)``, the
     form of ``draw`` for memory on the CPU: it writes the rows to ``flat``, ``[B]``,
-    and, if it is prioritized, their weights to the tensor in ``report``; ``live`` is
-    :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch,
+    and, if it is prioritized, their weights to the tensor in ``report``; ``live``
+    tells which rows are live. New tensors would take a fourth of the time of a batch,
     because a learner's step evicts torch's code from the caches.
     """
 
@@ -199,7 +199,7 @@ class CompiledPlan(Plan):
         flat = slot.report["index"] if memory.rows is None else memory.rows
         weights = memory.reading.anchor_weights or slot.report
         self.draw_into(self.storage, live, flat, weights, memory.scratch)
-        cells = live[0] if live[1] else self._cells_with(flat)
+        cells = live.rows if live.are_cells else self._cells_with(flat)
         if memory.kernel is not None:
             # the kernel alone, where the reading would only call it
             address = memory.reading.address
@@ -216,7 +216,7 @@ class CompiledPlan(Plan):
             self._check_order()
         return slot.batch, slot.report
 
-    def _sample_listed(self, size: int, live: tuple[int, bool]) -> Drawn:
+    def _sample_listed(self, size: int, live: LiveRows) -> Drawn:
         """Make a batch of rows that the sampler returns in tensors of its own."""
         drawn, report = self.draws(self.storage, size)
         # a user's sampler may give every other element of a tensor
@@ -227,7 +227,7 @@ class CompiledPlan(Plan):
         slot = memory.slots.take()
         flat = slot.report["index"] if memory.rows is None else memory.rows
         flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
-        cells = live[0] if live[1] else self._cells_with(flat)
+        cells = live.rows if live.are_cells else self._cells_with(flat)
         if not self._fill(memory, slot, flat, cells):
             refuse_unwritten(flat, self.storage)
         if self.checks_order:

@@ -13,7 +13,7 @@ from html import escape
 from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 from weakref import ref
 
 import numpy as np
@@ -145,6 +145,14 @@ _PRIORITIES_OF_REOPENED = (
 )
 _NO_SIZE = "batch_size not specified: pass it to the buffer or to sample"
 _MOST_SIZES = 8  # batch sizes whose plans are kept
+
+
+class _StatsRecorder(NamedTuple):
+    """How the compiled writes of one plan count their rows in episode statistics."""
+
+    plan: ref[CompiledWrites]  # weak: a plan holds the rows
+    stats: EpisodeStats | None
+    record: Callable[..., None] | None  # None: rows are counted before the write
 
 
 class ReplayBuffer(TensorDictReplayBuffer, Listener):
@@ -292,9 +300,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
         # the memory of the steps of `add_step`
         self._loop_steps = threading.local()
-        #: A weak reference to a plan of writes (which holds the rows), statistics, and
-        # how that plan counts in them.
-        self._recorder: Any = None, None, None
+        self._recorder: _StatsRecorder | None = None
         self.flow = make_flow(
             samples_per_insert, min_size, tolerance, kwargs.get("batch_size")
         )
@@ -928,7 +934,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             ):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
-            self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
+            written = plan.ring.numbers[plan.ring.lanes]  # of the first lane
+            self._last_draw = report, written
             is_final = is_plain and plan.is_final and not plan.transforms
             if is_final:
                 self._count_returned(batch.batch_size[0])
@@ -1043,7 +1050,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if columns:
             writing.refuse_columns(data, *columns)
         try:
-            return self._write(data, "add", True)
+            return self._write(data, "add", update_priority=True)
         except SchemaError as error:
             if getattr(data, "ndim", None) != self._storage.ndim:
                 raise
@@ -1297,18 +1304,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             return None
         if self._dim_extend >= parts.storage.ndim:
             return None
+        recorder = self._recorder
         if (
-            self._recorder[0] is None
-            or self._recorder[0]() is not plan
-            or self._recorder[1] is not stats
+            recorder is None
+            or recorder.plan() is not plan
+            or recorder.stats is not stats
         ):
             bind = compiled_form(stats, "bind_record", "read", "record", "update")
-            self._recorder = (
-                ref(plan),
-                stats,
-                None if bind is None else bind(plan.rows.layout),
-            )
-        record = self._recorder[2]
+            record = None if bind is None else bind(plan.rows.layout)
+            self._recorder = recorder = _StatsRecorder(ref(plan), stats, record)
+        record = recorder.record
         lanes = plan.ring.lanes
         dim = self.dim_extend if how == "extend" else 0
         count = data.shape[dim] if how == "extend" else 1
@@ -1468,7 +1473,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             loop = None if entry_loop is None else entry_loop()
             if loop is not None:
                 sampler.priorities.move_to(parts.storage)
-                return Stage(True, sampler.priorities, loop)
+                return Stage(is_told=True, priorities=sampler.priorities, loop=loop)
         return Stage(has_own(parts.sampler, "mark_update", Sampler.mark_update))
 
     def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
@@ -1893,7 +1898,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                     self._storage.ring.cells_by_age().to(self._storage.device)
                 )
             return self._transformed(data)
-        return self._newest(None, flat=flat)
+        return self._newest(n=None, flat=flat)
 
     def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:
         """Return a copy of the newest ``n`` time steps, transformed and oldest first:
@@ -2305,8 +2310,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._refuse_if_shared("writer")
         refuse_writer(writer, self.storage)
         old = type(self.writer).__name__
-        is_ordered = torchrl_parts.keeps_order(writer) is not False
-        if is_ordered and torchrl_parts.keeps_order(self.writer) is False and len(self):
+        had_no_order = torchrl_parts.loses_order(self.writer) and len(self) > 0
+        if had_no_order and not torchrl_parts.loses_order(writer):
             raise ValueError(
                 f"the rows of a {old} are in no time order, and a {type(writer).__name__} writes in time order: "
                 "call rb.empty() first"
@@ -2381,7 +2386,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if get_spawning_popen() is not None and self.parts is not None:
             self.share()
         state = super().__getstate__()
-        state |= {"plans": {}, "_recorder": (None, None, None)}  # these hold addresses
+        state |= {"plans": {}, "_recorder": None}  # these hold addresses
         state.pop("_loop_steps", None)
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 

@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.checkpoint.buffer import innermost_state
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.samplers import (
     EpisodeSampler,
     ProportionalSampler,
@@ -37,6 +38,23 @@ _IDLE = 10.0
 _AT_ONCE = 16 << 20  # bytes of rows of a dump that are written at once
 _NOTHING = np.empty(0, np.float64)
 SHARD, INCARNATION, ROW, STAMP = range(4)  # the columns of a batch's "index"
+
+
+class Packed(NamedTuple):
+    """The bytes of drawn rows."""
+
+    # the cell and the stamp of each row of drawn sequences, ``[n, 2]`` int64; None:
+    # single rows were drawn
+    cells: np.ndarray | None
+    rows: np.ndarray  # ``[n, row_bytes]`` uint8
+    layout: RowLayout
+
+
+class ShardDump(NamedTuple):
+    """The dump of a shard."""
+
+    folder: str
+    steps: int  # its number of time steps; 0 if it is unknown
 
 
 class Spec(NamedTuple):
@@ -267,7 +285,7 @@ class Shard:
 
     def _load(self, folder: str) -> None:
         """Load a dump, unless the other shards have rows of another layout by now."""
-        self.prepare([(folder, 0)])
+        self.prepare([ShardDump(folder, 0)])
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._other_layout(prepared) is None:
             self._set(prepared)
@@ -380,20 +398,16 @@ class Shard:
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
 
-    def prepare(
-        self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None
-    ) -> None:
-        """Load the only one of ``dumps``, or ``part`` of their time steps (first,
-        last), beside the rows of this shard.
-
-        ``dumps``: the folder of each shard's dump, and its number of time steps.
-        """
+    def prepare(self, dumps: Sequence[ShardDump], steps: range | None = None) -> None:
+        """Load ``steps``, counted over the time steps of all ``dumps``, beside the rows
+        of this shard; None: load the only dump, with its counts and settings."""
         self._prepared = None
         buffer = self.make_buffer()
-        if part is None:
-            buffer.loads(dumps[0][0])
+        if steps is None:
+            (dump,) = dumps
+            buffer.loads(dump.folder)
         else:
-            _extend_by(buffer, dumps, *part)
+            _extend_by(buffer, dumps, steps)
         self._prepared = buffer
 
     def discard(self) -> None:
@@ -423,41 +437,42 @@ class Shard:
             weight = torch.ones_like(positions)
         else:
             rule = self._prioritized.rule
-            flat, _ = rule.draw(positions, rows, False, None)
+            law = stratification_of(
+                len(positions), stratified=False, beta=0.0, norm=None
+            )
+            flat, _ = rule.draw(positions, rows, law)
             weight = rule.table.weight[flat].to(torch.float64)
-        cells, packed, layout = self._packed(flat)
+        packed = self._packed(flat)
+        layout = packed.layout
         if self._layout[0] is not layout:
             self._layout = layout, named(layout)
         return Drawn(
-            rows=packed,
+            rows=packed.rows,
             flat=flat.numpy(),
             stamp=self.storage.stamps(flat).numpy(),
             weight=weight.numpy(),
-            cells=cells,
+            cells=packed.cells,
             layout=self._layout[1],
         )
 
-    def _packed(
-        self, flat: torch.Tensor
-    ) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the row numbers of drawn sequences (``None`` for single rows), the
-        packed rows, and their layout."""
+    def _packed(self, flat: torch.Tensor) -> Packed:
+        """Read the rows ``flat``, or the sequences around them."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty(
                 (len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu"
             )
             stored.pack_(flat, out.view(stored.layout.carrier))
-            return None, out.numpy(), stored.layout
+            return Packed(None, out.numpy(), stored.layout)
         cells, info, batch = self._wrapper.batch_of(self.storage, flat, {})
         is_windowed = info.pop("anchor_index", None) is not None
         merge_(batch, info)
         layout = self._layout[0] or RowLayout(batch, 1)
         packed = pack(layout, batch, batch.batch_size)
         if not is_windowed:
-            return None, packed, layout
-        rows = torch.stack((cells, self.storage.stamps(cells)), 1)
-        return rows.numpy(), packed, layout
+            return Packed(None, packed, layout)
+        stamped = torch.stack((cells, self.storage.stamps(cells)), 1)
+        return Packed(stamped.numpy(), packed, layout)
 
     def _learn(self, request: Request) -> None:
         """Apply the TD errors of a request, and update the largest TD error, which sets
@@ -495,10 +510,10 @@ class Shard:
             _end_trajectories(self.storage)
         self._writer = writer
         self.buffer.extend(data)
-        other = self._other_layout(self.buffer) if is_first else None
-        if other is not None:  # another shard was faster
+        agreed = self._other_layout(self.buffer) if is_first else None
+        if agreed is not None:  # another shard was faster: take the rows back
             self._set(self.make_buffer())
-            _refuse_layout(other, data, data.batch_size[: self.storage.ndim])
+            _refuse_layout(agreed, data, data.batch_size[: self.storage.ndim])
 
 
 def written_layout(storage: PackedStorage) -> RowLayout | None:
@@ -539,29 +554,26 @@ def _end_trajectories(storage: PackedStorage) -> None:
         storage.episodes.end()
 
 
-def _extend_by(
-    buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int, last: int
-) -> None:
-    """Write rows of dumps, and their priorities, to a buffer: time steps ``first`` to
-    ``last`` of all in order."""
+def _extend_by(buffer: ReplayBuffer, dumps: Sequence[ShardDump], steps: range) -> None:
+    """Write rows of dumps, and their priorities, to a buffer: the time steps ``steps``
+    of all in order."""
     begin = 0  # of the dump, in all steps
-    for folder, steps in dumps:
-        low = max(first - begin, 0)
-        high = min(last - begin, steps)
-        begin += steps
+    for dump in dumps:
+        low = max(steps.start - begin, 0)
+        high = min(steps.stop - begin, dump.steps)
+        begin += dump.steps
         if low < high:
-            _extend_by_dump(buffer, folder, steps, range(low, high))
+            _extend_by_dump(buffer, dump, range(low, high))
 
 
-def _extend_by_dump(buffer: ReplayBuffer, folder: str, steps: int, part: range) -> None:
-    """Write a ``part`` of the ``steps`` time steps of a dump, and their priorities, to
-    a buffer."""
-    checkpoint = open_checkpoint(folder)
+def _extend_by_dump(buffer: ReplayBuffer, dump: ShardDump, steps: range) -> None:
+    """Write the time steps ``steps`` of a dump, and their priorities, to a buffer."""
+    checkpoint = open_checkpoint(dump.folder)
     source = checkpoint.storage
     state = innermost_state(checkpoint.sampler)
-    if source is None or int(source.ring.count[0]) != steps:
+    if source is None or int(source.ring.count[0]) != dump.steps:
         raise CheckpointError(
-            f"{folder} does not hold the {steps} time steps that the manifest says"
+            f"{dump.folder} does not hold the {dump.steps} time steps that the manifest says"
         )
     ring = source.ring
     prioritized = buffer._initialize().prioritized
@@ -569,7 +581,7 @@ def _extend_by_dump(buffer: ReplayBuffer, folder: str, steps: int, part: range) 
     if prioritized is not None:
         prioritized.alpha = state["alpha"]
     lane = torch.arange(ring.lanes, device="cpu")
-    serials = torch.arange(part.start, part.stop, device="cpu") + int(ring.tail[0])
+    serials = torch.arange(steps.start, steps.stop, device="cpu") + int(ring.tail[0])
     at_once = max(1, _AT_ONCE // (source.row_bytes * ring.lanes))
     for slots in (serials % ring.steps).split(at_once):
         rows = source.get(slots)

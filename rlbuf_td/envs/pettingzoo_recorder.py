@@ -282,7 +282,9 @@ class PettingZooRecorder(Recorder):
                 if is_acting:
                     self._fill_outcome(group, e, number, result)
                 else:
-                    self._fill_flags(group.flag_keys, (e, number), True, True)
+                    self._fill_flags(
+                        group.flag_keys, (e, number), terminated=True, truncated=True
+                    )
         is_done = not self.envs[e].agents
         are_terminated = is_done and all(terminated[agent] for agent in acting)
         is_cut = is_done and not are_terminated

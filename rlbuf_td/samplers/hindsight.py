@@ -215,7 +215,7 @@ class HindsightSampler(SamplerWrapper):
     def _is_relabelled_by_kernel(self, storage: PackedStorage) -> bool:
         """Whether a kernel on a GPU chooses and copies goals: live rows lie in the
         cells from 0 on, or in all cells."""
-        return storage.all_rows().is_launched and storage.ring.numbered()[1]
+        return storage.all_rows().is_launched and storage.ring.numbered().are_cells
 
     def _launch(
         self,
@@ -372,6 +372,7 @@ class _RelabelledReading(Reading):
         mask = slot.report["relabeled"]
         uniform = self.uniform[:count]
         fill_uniform_(uniform, wrapper._rng)
+        live_rows = self.storage.ring.numbered()
         self.relabel(
             self.storage.episodes_now().address,
             self.address,
@@ -381,7 +382,8 @@ class _RelabelledReading(Reading):
             uniform.data_ptr(),
             count,
             wrapper.distribution,
-            *self.storage.ring.numbered(),
+            live_rows.rows,
+            live_rows.are_cells,
             self.goals,
         )
         wrapper.recompute_(slot.batch, mask, slot.leaves[self.reward])

@@ -34,7 +34,13 @@ from rlbuf_td.samplers.common import (
 )
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
+from rlbuf_td.storages.indexing import (
+    device_of,
+    flat_rows,
+    numbered,
+    row_count,
+    written_rows,
+)
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import Ring, refuse_stamps
@@ -339,9 +345,9 @@ class Priorities:
         has_holes = False
         ring = getattr(storage, "ring", None)
         if update.counts and storage is not None:
-            live, are_cells = (len(storage), True) if ring is None else ring.numbered()
-            written = live if are_cells else len(storage)
-            has_holes = live < written
+            live = numbered(storage)
+            written = live.rows if live.are_cells else len(storage)
+            has_holes = live.rows < written
         form = self._form
         arguments = None
         stale: int | Tensor = 0

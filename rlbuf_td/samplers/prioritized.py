@@ -29,7 +29,7 @@ from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.ring import SAMPLED_AT, LiveRows
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -116,7 +116,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self, storage: Storage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        flat, weight, _ = self._drawn(storage, batch_size, None)
+        flat, weight, _ = self._drawn(storage, batch_size, serials=None)
         return flat, {"priority_weight": weight}
 
     def draw_stamped(
@@ -161,13 +161,13 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def draw_into(
         self,
         storage: PackedStorage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        if not live[0]:
+        if not live.rows:
             raise RuntimeError(EMPTY)
         if self.priorities.serves._storage() is not storage:
             self.priorities.serves.claim(storage)
@@ -177,7 +177,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             fill_uniform_(scratch, self._rng)
         weight = report["priority_weight"]
         law = self._law(flat.shape[0])
-        self.rule.draw_into(scratch, live[0], law, flat, weight)
+        self.rule.draw_into(scratch, live.rows, law, flat, weight)
         if self.weight_norm == "buffer":
             self.weight_watch.see(weight)
 

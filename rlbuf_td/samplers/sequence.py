@@ -22,6 +22,7 @@ from rlbuf_td.kernels.dispatch import (
 from rlbuf_td.kernels.wrappers import Windows, expand, launch_expand
 from rlbuf_td.kernels.wrappers.records import Expanded, WindowShape
 from rlbuf_td.samplers.common import EMPTY, permutation, setting
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import (
     FLAG,
@@ -52,6 +53,7 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lock import defer_sigint
+from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -312,7 +314,7 @@ class SequenceSampler(SamplerWrapper):
         self,
         draw_into: Callable[..., None],
         storage: PackedStorage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
@@ -554,9 +556,7 @@ class SequenceSampler(SamplerWrapper):
         yield from super()._revised_keys()
         yield from (key for key in self.flag_keys if key is not None)
 
-    def anchored(
-        self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor
-    ) -> tuple[Tensor, Tensor, Windows]:
+    def anchored(self, entries: Mapping[str, Any], update: Update) -> Update:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`. Raises ValueError if
         a window is incomplete."""
         mask, burn_in_mask, anchors = map(
@@ -566,15 +566,15 @@ class SequenceSampler(SamplerWrapper):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
         window = self.burn_in + self.length
-        if td_error.numel() % window:
-            fault = (
-                f"{td_error.numel()} TD errors are not whole windows of {window} rows"
-            )
+        rows = update.td_error.numel()
+        if rows % window:
+            fault = f"{rows} TD errors are not whole windows of {window} rows"
             raise ValueError(
                 f"{fault}: update priorities with the batch as it was sampled"
             )
         eta = 1.0 if self.priority_rule == "max" else self.eta
-        return anchors, td_error, Windows(mask, burn_in_mask, window, eta)
+        windows = Windows(mask, burn_in_mask, window, eta)
+        return update._replace(index=anchors, windows=windows)
 
     def update_priority(
         self, index: object, priority: object, *, storage: Storage | None = None
@@ -602,10 +602,10 @@ class SequenceSampler(SamplerWrapper):
                         "burn_in_mask": torch.zeros_like(learned),
                         "anchor_index": anchors,
                     }
-                    *errors, windows = SequenceSampler.anchored(
-                        self, entries, anchors, priority
-                    )
-                    index, priority = windows.reduced(*errors)
+                    update = Update(anchors, priority)
+                    update = SequenceSampler.anchored(self, entries, update).reduced()
+                    index = update.index
+                    priority = update.td_error
         super().update_priority(index, priority, storage=storage)
 
     def _learned(self, rows: Tensor, storage: Storage) -> Tensor | None:

@@ -22,6 +22,7 @@ from rlbuf_td.storages.indexing import (
     row_count,
     stand_apart,
 )
+from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.torchrl_parts import last_step
 
 
@@ -110,13 +111,13 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     def draw_into(
         self,
         storage: Storage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: torch.Tensor,
         report: dict[str, torch.Tensor],
         scratch: torch.Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        rows, are_cells = live
+        rows = live.rows
         if self.max_age is not None:
             rows = self._drawable(storage)
         if not rows:
@@ -132,7 +133,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             flat.copy_(source.random_(0, rows, generator=generator))
         if self.max_age is not None:
             flat.copy_(_nth_young(storage, self.max_age, flat))
-        elif not are_cells:
+        elif not live.are_cells:
             flat.copy_(nth_rows(storage, flat))
 
     def _drawable(self, storage: Storage) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form
-from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
     Setting,
     StatefulSampler,
@@ -22,6 +21,7 @@ from rlbuf_td.samplers.common import (
     refuse_unordered,
     reported_by,
 )
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.reading import Reading, Uncompiled
 from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.storages import PackedStorage
@@ -265,20 +265,16 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             batch.names = [*batch.names[:-1], self.time_dim_name]
         return batch
 
-    def anchored(
-        self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor
-    ) -> tuple[Tensor, Tensor, Windows | None]:
-        """Return the rows whose priorities a batch with these entries updates, and one
-        TD error per returned row.
+    def anchored(self, entries: Mapping[str, Any], update: Update) -> Update:
+        """Return the update of the rows whose priorities a batch with these entries
+        sets, for an update of all its rows.
 
-        With windows, both are still those of each row of the batch: the window's
-        anchor, and the row's TD error.
+        With windows, it still has a TD error for each row of the batch, and the row's
+        anchor in place of the row.
         """
-        return (
-            (index, td_error, None)
-            if self._inner is None
-            else self._inner.anchored(entries, index, td_error)
-        )
+        if self._inner is None:
+            return update
+        return self._inner.anchored(entries, update)
 
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")

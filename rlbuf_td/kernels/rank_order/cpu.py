@@ -60,15 +60,16 @@ _ONE = np.int64(1)
 
 
 class Chunks(NamedTuple):
-    """The memory of an order."""
+    """The memory of an order; ``ChunkedOrder`` has a drawing."""
 
-    head: np.ndarray
-    bits: np.ndarray
-    keys: np.ndarray
-    first: np.ndarray
-    chunk: np.ndarray
-    size: np.ndarray
-    before: np.ndarray
+    head: np.ndarray  # ``[3]``, see ROWS, USED and CHANGED
+    bits: np.ndarray  # of the magnitude of each row
+    keys: np.ndarray  # ``[chunks, WIDTH]``
+    # for each position in the list:
+    first: np.ndarray  # the lower bound of the chunk's keys
+    chunk: np.ndarray  # the number of the chunk
+    size: np.ndarray  # its number of keys
+    before: np.ndarray  # the number of keys in earlier chunks
 
 
 @inlined
@@ -424,15 +425,15 @@ def _split(chunks, position, key, count):
 
     Half of the keys move. If ``key`` is at an end of the chunk, or the run is long, the
     keys from ``key`` on move: this leaves full chunks behind. There must be an unused
-    chunk, and the caller lets ``before`` be counted again.
+    chunk. The caller sets ``CHANGED``, because ``before`` is wrong now.
     """
     below = _count_below(chunks, position, key)
     cut = _HALF if 0 < below < WIDTH and count < _HALF else below
     new = chunks.head[USED]
     later = position + 1
-    _move_up(address_of(chunks.first) + 8 * later, new - later, 8)
-    _move_up(address_of(chunks.chunk) + 4 * later, new - later, 4)
-    _move_up(address_of(chunks.size) + 4 * later, new - later, 4)
+    _move_up(chunks.first, later, new)
+    _move_up(chunks.chunk, later, new)
+    _move_up(chunks.size, later, new)
     chunks.chunk[later] = new
     move_bytes(
         _key_address(chunks, later, 0),
@@ -448,6 +449,7 @@ def _split(chunks, position, key, count):
 
 
 @inlined
-def _move_up(address, count, nbytes):
-    """Move ``count`` elements of ``nbytes`` bytes up by one place."""
-    move_bytes(address + nbytes, address, count * nbytes)
+def _move_up(array, first, past):
+    """Move the elements ``first`` to ``past - 1`` of an array up by one place."""
+    address = address_of(array) + array.itemsize * first
+    move_bytes(address + array.itemsize, address, (past - first) * array.itemsize)

@@ -31,6 +31,9 @@ _ROWS, _ENTRIES = 20, 8
 # cache lines of an entry to prefetch: the hardware prefetches the following ones
 _MOST_LINES = 4
 _NONE = -1  # the newest row of a lane: it has none
+# offsets in bytes of the counters of a group
+_SPARE = 0  # the first spare chunk plus 1; 0: none
+_USED = 8  # the number of chunks used so far
 
 
 @inlined
@@ -63,8 +66,7 @@ def _expect_entries(stored, row):
 
 @inlined
 def _copy_entry(stored, group, name, n, targets, i):
-    """Copy the entry whose name is number ``place`` in a row to row ``i`` of a
-    batch."""
+    """Copy the entry whose name is number ``n`` in a row to row ``i`` of a batch."""
     source = _entry(group, name)
     side = np.int64(n >= group.pieces)
     piece = n - side * group.pieces
@@ -100,12 +102,10 @@ def read(address, targets, cells, begin, end, live, whole):
             prefetch(row)
             prefetch(row + stored.row_bytes - 1)
         near = begun - _ROWS + _ENTRIES
-        i = begun - _ROWS
         if begin <= near < end:
-            _expect_entries(
-                stored,
-                stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes,
-            )
+            near_cell = load(cells + 8 * near, np.int64)
+            _expect_entries(stored, stored.rows + near_cell * stored.row_bytes)
+        i = begun - _ROWS
         if i < begin:
             continue
         row = stored.rows + load(cells + 8 * i, np.int64) * stored.row_bytes
@@ -141,26 +141,31 @@ def _following(group, chunk):
 
 
 @inlined
+def _set_following(group, chunk, following):
+    store(group.following + 4 * chunk, np.int32(following), np.int32)
+
+
+@inlined
 def _enter_chunk(group, newest, oldest):
     """Return the chunk after the one whose last entry is ``newest``; a new one if the
     next in the ring is live."""
     last = (newest - 1) >> group.bits
     after = _following(group, last) if newest else np.int64(-1)
-    spare = load(group.counters, np.int64)
-    used = load(group.counters + 8, np.int64)
+    spare = load(group.counters + _SPARE, np.int64)
+    used = load(group.counters + _USED, np.int64)
     is_full = newest == 0 or (oldest != 0 and after == (oldest - 1) >> group.bits)
     # there are always enough chunks, except in forged states
     if not is_full or (spare == 0 and used == group.chunks):
         return max(after, np.int64(0))
     if spare:
         chunk = spare - 1
-        store(group.counters, _following(group, chunk) + 1, np.int64)
+        store(group.counters + _SPARE, _following(group, chunk) + 1, np.int64)
     else:
         chunk = used
-        store(group.counters + 8, used + 1, np.int64)
-    store(group.following + 4 * chunk, np.int32(after if newest else chunk), np.int32)
+        store(group.counters + _USED, used + 1, np.int64)
+    _set_following(group, chunk, after if newest else chunk)
     if newest:
-        store(group.following + 4 * last, np.int32(chunk), np.int32)
+        _set_following(group, last, chunk)
     return chunk
 
 
@@ -186,35 +191,52 @@ def link(address, head):
     """
     stored = load_fields(address, 0, Stored)
     ring = carray(pointer(head), (2, stored.lanes), np.int64)
-    for g in range(stored.group_count):
-        group = load_fields(stored.groups, g, Group)
+    for number in range(stored.group_count):
+        group = load_fields(stored.groups, number, Group)
         is_live = np.zeros(group.chunks, np.bool_)
-        used = np.int64(0)
-        spare = np.int64(-1)
         for lane in range(stored.lanes):
-            first = last = np.int64(-1)
-            for serial in range(ring[0, lane], ring[1, lane]):
-                cell = serial % (stored.total // stored.lanes) * stored.lanes + lane
-                for n in range(group.names):
-                    name = load(_names_of(stored, group, cell) + 4 * n, np.int32)
-                    chunk = (np.int64(name) - 1) >> group.bits
-                    if chunk == last or name < 1 or is_live[chunk]:
-                        continue
-                    is_live[chunk] = True
-                    used = max(used, chunk + 1)
-                    if last < 0:
-                        first = chunk
-                    else:
-                        store(group.following + 4 * last, np.int32(chunk), np.int32)
-                    last = chunk
-            if last >= 0:
-                store(group.following + 4 * last, np.int32(first), np.int32)
-        for chunk in range(used):
-            if not is_live[chunk]:
-                store(group.following + 4 * chunk, np.int32(spare), np.int32)
-                spare = np.int64(chunk)
-        store(group.counters, spare + 1, np.int64)
-        store(group.counters + 8, used, np.int64)
+            _link_lane(stored, group, lane, ring, is_live)
+        _list_spare(group, is_live)
+
+
+@inlined
+def _link_lane(stored, group, lane, ring, is_live):
+    """Build the ring of a lane: the chunks of its live rows, in their order; mark these
+    chunks in ``is_live``."""
+    steps = stored.total // stored.lanes
+    first = np.int64(-1)
+    last = np.int64(-1)
+    for serial in range(ring[0, lane], ring[1, lane]):
+        cell = serial % steps * stored.lanes + lane
+        for position in range(group.names):
+            name = load(_names_of(stored, group, cell) + 4 * position, np.int32)
+            chunk = (np.int64(name) - 1) >> group.bits
+            if chunk == last or name < 1 or is_live[chunk]:
+                continue
+            is_live[chunk] = True
+            if last < 0:
+                first = chunk
+            else:
+                _set_following(group, last, chunk)
+            last = chunk
+    if last >= 0:
+        _set_following(group, last, first)
+
+
+@inlined
+def _list_spare(group, is_live):
+    """List the chunks before the last live one that are not live as spare."""
+    used = np.int64(0)
+    for chunk in range(len(is_live)):
+        if is_live[chunk]:
+            used = np.int64(chunk + 1)
+    spare = np.int64(-1)
+    for chunk in range(used):
+        if not is_live[chunk]:
+            _set_following(group, chunk, spare)
+            spare = np.int64(chunk)
+    store(group.counters + _SPARE, spare + 1, np.int64)
+    store(group.counters + _USED, used, np.int64)
 
 
 # -- writing

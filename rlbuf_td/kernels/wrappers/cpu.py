@@ -232,25 +232,28 @@ def relabel(
     cell = carray(pointer(drawn), count, np.int64)
     pick = carray(pointer(uniform), count, np.float64)
     chosen = np.empty(count, np.int64)
+    _, _, least_random, _ = distribution.thresholds
     extent = batch.extents + 16 * goals[0]
-    offset = load(extent, np.int64)
+    offset = load(extent, np.int64)  # of the achieved goal in a row
     width = load(extent + 8, np.int64)
     for i in range(count):
         expect(numbers, cell[i])
     for i in range(count):
         chosen[i] = choose(numbers, distribution, live, cell[i], pick[i])
         if chosen[i] >= 0:
-            if not are_cells and pick[i] >= distribution.thresholds[2]:
+            is_number = pick[i] >= least_random  # see `choose`
+            if is_number and not are_cells:
                 chosen[i] = cell_of(numbers, chosen[i])
             prefetch(batch.rows + chosen[i] * batch.row_bytes + offset)
     for i in range(count):
+        is_relabeled = chosen[i] >= 0
+        achieved = batch.rows + chosen[i] * batch.row_bytes + offset
         for j in range(i * window, (i + 1) * window):
-            store(relabeled + j, chosen[i] >= 0, np.bool_)
-            for goal in goals[1:] if chosen[i] >= 0 else goals[:0]:
-                goal_at = load(targets + 8 * goal, np.int64) + j * width
-                copy_few(
-                    goal_at, batch.rows + chosen[i] * batch.row_bytes + offset, width
-                )
+            store(relabeled + j, is_relabeled, np.bool_)
+            if is_relabeled:
+                for goal in goals[1:]:
+                    desired = load(targets + 8 * goal, np.int64) + j * width
+                    copy_few(desired, achieved, width)
 
 
 @inlined
@@ -395,18 +398,23 @@ def mark_ends(episodes, windows, flat, targets):
         )
     for flag in range(3):
         width = flags[flag, 1]
-        if width:
-            target = load(targets + 8 * flags[flag, 0], np.int64)
-            for i in range(windows.count):
-                for bound in (
-                    (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1])
-                ):
-                    for feature in range(width):
-                        store(
-                            target + (i * window + bound) * width + feature,
-                            True,
-                            np.bool_,
-                        )
+        if not width:
+            continue
+        target = load(targets + 8 * flags[flag, 0], np.int64)
+        for i in range(windows.count):
+            first = i * window
+            if flag == 0:  # "is_init"
+                _set_flags(target, first, width)
+                _set_flags(target, first + bounds[i, 0], width)
+            else:
+                _set_flags(target, first + bounds[i, 1], width)
+
+
+@inlined
+def _set_flags(target, row, width):
+    """Set the ``width`` flags of row ``row`` in the leaf at address ``target``."""
+    for feature in range(width):
+        store(target + row * width + feature, True, np.bool_)
 
 
 @kernel
