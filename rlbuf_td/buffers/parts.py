@@ -147,13 +147,14 @@ class Parts(NamedTuple):
             refuse_missing(key if td_error is None else "index")
         stamp = entries.get(SAMPLED_AT)
         is_usual = (
-            dims == 1 + self.gives_windows
+            dims == (2 if self.gives_windows else 1)
             and type(td_error) is torch.Tensor
             and td_error.ndim == dims
         )
+        has_pairs = self.storage.ndim > 1  # of a time step and a lane
         if (
             not is_usual
-            or index.ndim != dims + (self.storage.ndim > 1)
+            or index.ndim != (dims + 1 if has_pairs else dims)
             or td_error.requires_grad
             or td_error.is_neg()
         ):

@@ -149,8 +149,8 @@ class TorchPlan(Plan):
 class _Memory(NamedTuple):
     """The memory for batches of one number of drawn rows."""
 
-    reading: Reading
-    slots: BatchSlots
+    reading: Reading  # gathers the rows
+    slots: BatchSlots  # empty batches
     # for the drawn rows, ``[B]``; None: they are the index of a batch
     rows: Tensor | None
     scratch: Tensor  # for random numbers, ``[B]`` float64
@@ -195,16 +195,22 @@ class CompiledPlan(Plan):
             return self._sample_listed(size, live)
         memory = self.memories[self.count]
         ready = memory.slots.ready
+        # `take` does the same: a call of it would take as long as the rest of this line
         slot = ready.pop() if ready else memory.slots.take()
+        # draw straight into the batch, unless a row is drawn for several of its rows
         flat = slot.report["index"] if memory.rows is None else memory.rows
         weights = memory.reading.anchor_weights or slot.report
         self.draw_into(self.storage, live, flat, weights, memory.scratch)
         cells = live.rows if live.are_cells else self._cells_with(flat)
         if memory.kernel is not None:
             # the kernel alone, where the reading would only call it
-            address = memory.reading.address
             is_filled = memory.kernel(
-                address, flat.data_ptr(), slot.targets, cells, 0, self.count
+                memory.reading.address,
+                flat.data_ptr(),
+                slot.targets,
+                cells,
+                0,  # the first row to gather
+                self.count,  # the row to end before
             )
         elif self.is_complete:
             is_filled = memory.reading(memory.slots, slot, flat, flat, cells)
@@ -280,7 +286,9 @@ class CompiledPlan(Plan):
                 and self.draw_into is not None
                 and not reading.anchor_weights
             )
-            named = [*reading.named(), *[WEIGHT] * is_weighted]
+            named = reading.named()
+            if is_weighted:
+                named.append(WEIGHT)
             layout = reading.rows.layout
             slots = BatchSlots(layout, named, reading.size, self.is_complete)
             rows = None

@@ -1217,7 +1217,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     def _lead_dims(self, how: str, lanes: object) -> int:
         """Return the number of batch dims of the data that index rows."""
-        return 1 if lanes is not None else self.storage.ndim - (how == "add")
+        if lanes is not None:
+            return 1
+        return self.storage.ndim - 1 if how == "add" else self.storage.ndim
 
     def _write_opened(
         self, data: object, how: str, update_priority: bool, lanes: object
@@ -1338,15 +1340,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._initialize()
         rows = self._storage.rows
         transforms = torchrl_parts.modules_of(self.parts.transforms)
-        is_plain = False
+        # whether the data seems to have the entries of the rows, which the write checks
+        fits_rows = False
         if type(data) is TensorDict and rows is not None:
             keys = plain_entries(data).keys()
             names = rows.layout.names.keys()
-            added = self.parts.added_names
-            is_plain = len(keys) == len(names)
-            if added and not is_plain:
-                is_plain = keys <= names <= keys | added
-        if not is_plain or transforms:
+            added = self.parts.added_names  # by the writer
+            fits_rows = len(keys) == len(names)
+            if added and not fits_rows:
+                fits_rows = keys <= names <= keys | added
+        if not fits_rows or transforms:
             data = writing.without_report(data)
         if lanes is not None:
             self.refuse_lanes("lanes=")
@@ -1356,7 +1359,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 if how == "add"
                 else super().extend(data, update_priority=update_priority)
             )
-        if not is_plain or transforms:
+        if not fits_rows or transforms:
             data = self._prepared(data, self._lead_dims(how, lanes))
             if data is None:  # a transform may hold back data
                 return torch.zeros(
@@ -1946,19 +1949,21 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 raise RuntimeError("the buffer is empty: extend it first")
             storage.complete()
             counts = ring.count if lane is None else ring.count[lane : lane + 1]
-            least, most = int(counts.min()), int(counts.max())
+            least = int(counts.min())
+            most = int(counts.max())
             if n is None and least < most:
                 remedy = (
                     "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
                 )
-                remedy += f", or at most rb.last({least})" * (least > 0)
+                if least > 0:
+                    remedy += f", or at most rb.last({least})"
                 raise ValueError(
                     f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}"
                 )
             if n is not None and not 1 <= n <= least:
+                where = " in a lane" if least < most else ""
                 raise ValueError(
-                    f"cannot return the last {n} time steps: {least} are stored"
-                    + " in a lane" * (least < most)
+                    f"cannot return the last {n} time steps: {least} are stored{where}"
                 )
             if not least:
                 raise RuntimeError(f"lane {lane} is empty: write to it first")

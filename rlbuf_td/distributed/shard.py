@@ -60,17 +60,18 @@ class ShardDump(NamedTuple):
 class Spec(NamedTuple):
     """The properties of the shards' buffers that clients need."""
 
-    ndim: int
+    ndim: int  # 2: rows have lanes
     capacity: int  # rows per shard
-    batch_size: int | None
-    priority_key: Any
+    batch_size: int | None  # the default of `sample`
+    priority_key: Any  # of TD errors in a batch
     # a sampler with the settings of the shards' SequenceSamplers; it never draws
     windows: SequenceSampler | None
     is_prioritized: bool = False
+    # settings of prioritized samplers
     beta: float = 0.0
-    norm: str | None = None
+    norm: str | None = None  # ``weight_norm``
     stratified: bool = True
-    reduction: Any = "max"
+    reduction: Any = "max"  # of several TD errors of a row
 
     @property
     def window_rows(self) -> int:
@@ -217,7 +218,7 @@ class Answer(NamedTuple):
 class Staged(NamedTuple):
     """Received rows that wait to be stored."""
 
-    writer: int
+    writer: int  # the number of the client
     epoch: int  # of flow control's counts, when it admitted the rows
     data: TensorDictBase
 
@@ -225,8 +226,8 @@ class Staged(NamedTuple):
 class Refusal(NamedTuple):
     """Received rows that could not be stored."""
 
-    rows: int
-    epoch: int
+    rows: int  # how many
+    epoch: int  # see :class:`Staged`
     error: Exception
 
 

@@ -377,9 +377,9 @@ class AgentGroup:
     group."""
 
     name: str
-    agents: tuple[str, ...]
+    agents: tuple[str, ...]  # their names
     observation: Space  # of one agent
-    action: Space
+    action: Space  # of one agent
 
     def observed(self, lanes: Shape) -> dict[str, torch.Tensor | TensorDict]:
         """Return the schema of what the environment gives, ``[*lanes, agents, ...]``,

@@ -15,13 +15,13 @@ from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, wal
 class GymnasiumStep(NamedTuple):
     """One step of Gymnasium environments; see :func:`make_transition`."""
 
-    observation: Any
+    observation: Any  # an array, a dict or a tuple
     action: Any
-    reward: Any
-    next_observation: Any
-    terminated: Any
+    reward: Any  # a number, or ``[E]``
+    next_observation: Any  # before a reset
+    terminated: Any  # a bool, or ``[E]``
     truncated: Any
-    extras: Mapping[str, Any]
+    extras: Mapping[str, Any]  # further entries by name; under "next": of the outcome
 
 
 def make_transition(

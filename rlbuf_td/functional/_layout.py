@@ -18,13 +18,13 @@ _FLAGS = ("done", "terminated")
 class TimeLayout(NamedTuple):
     """The shape, device and dtypes of the inputs of one call."""
 
-    function: str
-    shape: torch.Size
+    function: str  # its name, for errors
+    shape: torch.Size  # of the inputs
     time_dim: int
     # (L, T, F): L is the product of the dims before time, F of the dims after time
     sizes: tuple[int, int, int]
     device: torch.device
-    compute_dtype: torch.dtype
+    compute_dtype: torch.dtype  # of intermediate results
     out_dtype: torch.dtype
 
     @classmethod

@@ -47,9 +47,9 @@ class BatchSlot(NamedTuple):
     """A batch of uninitialised tensors."""
 
     targets: int  # address of an array with the addresses of the tensors
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # the stored entries, in the order of the layout
     batch: TensorDict  # of the leaves
-    report: dict[str, Tensor]
+    report: dict[str, Tensor]  # all other entries by name
 
 
 class BatchSlots:
@@ -193,10 +193,16 @@ class Reading:
     def __call__(
         self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
     ) -> bool:
-        """Fill a batch with the rows ``flat``, ``[size]``; return False if one is not
-        below ``live``.
+        """Fill a batch with rows; return False, and fill nothing, if one of them does
+        not exist.
 
-        Each of the ``drawn`` rows has been expanded to equally many rows.
+        Args:
+            slots: where ``slot`` comes from.
+            slot: the batch.
+            flat: the cells of the rows, ``[size]`` int64.
+            drawn: the rows that the sampler has drawn; each has been expanded to
+                equally many of the rows ``flat``.
+            live: the number of cells that hold rows.
         """
         if self.rows.is_mapped:
             self.rows.ask_for(flat)

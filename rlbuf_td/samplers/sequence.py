@@ -510,8 +510,7 @@ class SequenceSampler(SamplerWrapper):
             numbers = episodes.numbers
             return launch_expand(anchors, numbers, serials, shape, has_pairs=is_paired)
         reach = self._reach(storage, anchors)
-        size = (ring.steps, ring.lanes)
-        rows = expand(anchors, reach, *size, shape)
+        rows = expand(anchors, reach, ring.steps, ring.lanes, shape)
         if crosses:
             begins = episodes.spans(rows.flat).back == 0
             rows = rows._replace(first=rows.first | (rows.mask & begins))
@@ -668,13 +667,9 @@ class _WindowReading(Reading):
         is_weighted = (
             is_stamped and self.window > 1 and wrapper.find_draw_into() is not None
         )
-        self.entries = [
-            *inner.entries,
-            *masks,
-            ("anchor_index", self.index),
-            *added,
-            *[WEIGHT] * is_weighted,
-        ]
+        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added]
+        if is_weighted:
+            self.entries.append(WEIGHT)
         weight = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.anchor_weights = {"priority_weight": weight} if is_weighted else {}
         targets = {

@@ -17,12 +17,12 @@ _SOON = 16  # how many look-ups ahead the numbers of a row are prefetched
 
 
 class Numbers(NamedTuple):
-    """What a look-up reads: addresses, T and E."""
+    """What a look-up reads."""
 
-    numbers: int
-    tail: int
-    written: int
-    steps: int
+    numbers: int  # address of ``back`` and ``left`` of each row
+    tail: int  # address of the first serial of each lane
+    written: int  # address of the next serial of each lane
+    steps: int  # slots of a lane
     lanes: int
 
 

@@ -57,11 +57,11 @@ class RankDistribution:
 
 
 class Ranks(NamedTuple):
-    """A :class:`RankDistribution` for compiled loops; ``head`` is an address."""
+    """A :class:`RankDistribution` for compiled loops."""
 
     alpha: float
     shift: float
-    head: int
+    head: int  # its address
 
 
 def rank_distribution(

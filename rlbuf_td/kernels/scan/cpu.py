@@ -21,17 +21,21 @@ _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 
 class Rollout(NamedTuple):
-    """The arguments of :func:`gae`."""
+    """The arguments of :func:`gae`: numbers, and addresses of ``[lanes, steps,
+    features]`` elements."""
 
     gamma: float
     decay: float  # gamma * lmbda
+    # inputs
     value: int
     next_value: int
     reward: int
     done: int
     terminated: int
+    # results
     advantage: int
     target: int
+    # numbers
     lanes: int
     steps: int
     features: int

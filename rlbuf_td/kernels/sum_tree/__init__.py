@@ -91,7 +91,8 @@ class SumTree:
         self.lock = Lock()  # held around loops, which release the GIL
         with outside_inference_mode():
             self.refused = torch.zeros((), dtype=torch.int64, device=leaves.device)
-            count = block_count(self.rows) * (backend_of(leaves) == "triton")
+            is_on_gpu = backend_of(leaves) == "triton"
+            count = block_count(self.rows) if is_on_gpu else 0
             self.blocks = torch.zeros(
                 (2, count), dtype=torch.float64, device=leaves.device
             )
@@ -255,9 +256,11 @@ def tree_bytes(capacity: int, device: torch.device) -> int:
 
 
 def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
+    """Return the numbers of leaves and of nodes of a tree for ``capacity`` rows."""
     # `write_magnitudes` needs an element behind all rows
     rows = (capacity // BLOCK + 1) * BLOCK
-    return rows, (_starts(rows)[-1] + GROUP) * has_nodes
+    nodes = _starts(rows)[-1] + GROUP if has_nodes else 0
+    return rows, nodes
 
 
 def _starts(rows: int) -> list[int]:

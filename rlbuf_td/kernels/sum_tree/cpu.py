@@ -33,12 +33,14 @@ _ROWS, _SHIFT = (np.uint64(size.bit_length() - 1) for size in (BLOCK, GROUP))
 
 
 class _Arrays(NamedTuple):
-    starts: np.ndarray
-    magnitude: np.ndarray
-    weight: np.ndarray
-    sums: np.ndarray
-    before: np.ndarray
-    minima: np.ndarray
+    """The memory of a tree; :class:`SumTree` describes it."""
+
+    starts: np.ndarray  # of each level in the arrays of nodes
+    magnitude: np.ndarray  # of each row
+    weight: np.ndarray  # of each row
+    sums: np.ndarray  # of each node
+    before: np.ndarray  # the sum of the nodes before each one in its group
+    minima: np.ndarray  # the smallest positive weight below each node
 
 
 @inlined
