@@ -556,7 +556,9 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: a row holds several steps.
         """
         self._take_edits()
-        ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
+        # without rows, the property looks for those that another process has allocated
+        ring = self._ring if self.rows is not None else self.ring
+        episodes = self.episodes
         if episodes is None:
             # raises an error
             episodes = Episodes(self.all_rows(), ring, self.episode_keys)
