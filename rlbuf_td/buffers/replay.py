@@ -1803,9 +1803,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
             return super().update_priority(index, priority)
-        by_coordinates = parts.storage.ndim > 1
-        if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
-            index = index.flatten(0, -2) if by_coordinates else index.flatten()
+        if isinstance(index, torch.Tensor):
+            has_pairs = parts.storage.ndim > 1  # ``[..., 2]``
+            if has_pairs and index.ndim > 2:
+                index = index.flatten(0, -2)
+            elif not has_pairs and index.ndim > 1:
+                index = index.flatten()
         with parts.storage.lock:
             parts.prioritized.update_priority(index, priority, storage=parts.storage)
 

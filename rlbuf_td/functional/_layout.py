@@ -86,11 +86,14 @@ class TimeLayout(NamedTuple):
             shape[time_dim],
             math.prod(shape[time_dim + 1 :]),
         )
-        columns = [_shaped(x.detach().resolve_neg(), sizes) for x in inputs.values()]
-        columns[:-2] = [x.to(compute_dtype) for x in columns[:-2]]
-        return cls(
+        columns = []
+        for name, x in inputs.items():
+            column = _shaped(x.detach().resolve_neg(), sizes)
+            columns.append(column if name in _FLAGS else column.to(compute_dtype))
+        layout = cls(
             function, first.shape, time_dim, sizes, device, compute_dtype, out_dtype
-        ), columns
+        )
+        return layout, columns
 
     def restore(self, x: Tensor) -> Tensor:
         return _shaped(x, self.shape).to(self.out_dtype)

@@ -77,6 +77,7 @@ def words_of(check: Callable[..., bool]) -> str:
 
 
 def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether uniform draws are those of the reference."""
     from rlbuf_td.kernels.draws.triton import uniform_rows_
 
     count, rows = 4096, 8
@@ -91,6 +92,7 @@ def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def read_and_write_rows(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether rows and their words are copied, gathered and scattered as with torch."""
     from rlbuf_td.kernels.rows.triton import RowWords
 
     extents = np.array([(0, 16), (16, 12), (28, 1), (29, 2)])
@@ -129,6 +131,7 @@ def read_and_write_rows(device: torch.device, generator: torch.Generator) -> boo
 
 
 def update_priorities(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether an update sets weights and sums of blocks, and skips stale and refused rows."""
     from rlbuf_td.kernels.sum_tree import triton
 
     tree = _empty_tree(device)
@@ -162,6 +165,7 @@ def update_priorities(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether drawn rows lie in their segments, and have the right weights and stamps."""
     from rlbuf_td.kernels.draws.triton import stamps_of
     from rlbuf_td.kernels.sum_tree import triton
 
@@ -169,7 +173,8 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
     weight = torch.rand(_ROWS, generator=generator) - 0.3
     tree.weight.copy_(weight.clamp(min=0.0))
     triton.sum_blocks_(tree)
-    serials = Serials(7, 7 + _ROWS, _ROWS, 1)
+    replaced = 7  # rows
+    serials = Serials(tail=replaced, written=replaced + _ROWS, steps=_ROWS, lanes=1)
     stratification = stratification_of(_BATCH, True, 0.4, "buffer")
     flat, importance, stamp = triton.draw(
         tree, _BATCH, generator, stratification, _ROWS, serials
@@ -187,12 +192,13 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
         bool((chosen > 0).all() & is_inside.all())
         and torch.allclose(importance, expected, rtol=1e-6, atol=0.0)
         and stamp is not None
-        and torch.equal(stamp, flat + _ROWS * (flat < 7))
+        and torch.equal(stamp, torch.where(flat < replaced, flat + _ROWS, flat))
         and torch.equal(stamp, stamps_of(flat, serials))
     )
 
 
 def note_episodes(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether a write notes the episodes of its rows as with torch."""
     from rlbuf_td.kernels.episodes.triton import EpisodeNotes
 
     steps = 100
@@ -224,6 +230,7 @@ def note_episodes(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether sums of rewards over several steps are those of the reference."""
     from rlbuf_td.kernels.wrappers.triton import sum_steps
 
     n, gamma = 4, 0.9
@@ -244,6 +251,7 @@ def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def list_windows(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether the rows of windows, and their masks, are those of the reference."""
     from rlbuf_td.kernels.wrappers import triton
 
     numbers, anchors = _episodes(device, generator)
@@ -267,6 +275,7 @@ def list_windows(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def relabel_goals(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether goals are chosen and copied as with torch."""
     from rlbuf_td.kernels.wrappers import triton
 
     numbers, cells = _episodes(device, generator)
