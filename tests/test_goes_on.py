@@ -677,7 +677,7 @@ def test_a_shared_buffer_goes_on_in_another_process(start, name, tmp_path):
     process.join(60)
     assert process.exitcode == 0
     for ours, theirs in zip(
-        *(getattr(each, "members", {"": each}).values() for each in (copied, rb)),
+        *(getattr(buffer, "members", {"": buffer}).values() for buffer in (copied, rb)),
         strict=True,
     ):
         assert_equal(ours[:], theirs[:], ())
@@ -722,6 +722,6 @@ def test_a_reopened_buffer_goes_on(sampler, form, tmp_path):
     rb = with_generator(copied, maker.make(tmp_path, 1))
     REOPENED[form].change_settings(rb, maker.before)
     for number in maker.after():
-        ours, theirs = (maker.run(each, number) for each in (copied, rb))
+        ours, theirs = (maker.run(buffer, number) for buffer in (copied, rb))
         assert_equal(ours, theirs, NOT_IN_FILE, f"round {number}")
     assert_equal(everything(copied), everything(rb), NOT_IN_FILE)

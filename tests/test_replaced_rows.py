@@ -310,15 +310,18 @@ every_cause = worlds(CAUSES)
 def test_all_that_follows_the_rows_takes_other_rows_as_new(
     cause: str, world: World
 ) -> None:
-    followers, kept = [each(world.storage) for each in FOLLOWERS], CAUSES[cause].kept
+    followers, kept = (
+        [follower(world.storage) for follower in FOLLOWERS],
+        CAUSES[cause].kept,
+    )
     CAUSES[cause].call(world)
-    for each in followers:
-        each.check(kept)
+    for follower in followers:
+        follower.check(kept)
     world.first.extend(rows(500, 2))
     held = {*[*kept, 500, 501][-ROWS:]}
     assert {*world.storage["x"].tolist()} == held
-    for each in followers:
-        each.check_written(held)
+    for follower in followers:
+        follower.check_written(held)
     world.storage.check()
 
 

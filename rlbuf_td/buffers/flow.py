@@ -103,7 +103,8 @@ class FlowControl:
     def admits_sample(self, rows: int) -> bool:
         """Return whether a batch would be admitted, without counting it."""
         self.refuse_endless(rows, rows, "a batch")
-        inserted, sampled = self.inserted, self._numbers[_SAMPLED]
+        inserted = self.inserted
+        sampled = self._numbers[_SAMPLED]
         if inserted < max(1, self.min_size):
             return False
         return self._excess(sampled + rows, inserted) <= self._tolerance_for(rows)
@@ -128,7 +129,8 @@ class FlowControl:
 
     def why_no_batch(self, rows: int) -> str:
         """Return in one sentence why a batch of ``rows`` rows is not admitted now."""
-        inserted, sampled = self.inserted, self._numbers[_SAMPLED]
+        inserted = self.inserted
+        sampled = self._numbers[_SAMPLED]
         if not inserted:
             return "the buffer is empty" + (
                 f", and min_size={self.min_size}" if self.min_size else ""
@@ -153,7 +155,8 @@ class FlowControl:
         return f"{self._counts()}; {missing}. {remedy}`while rb.can_sample(): batch = rb.sample()`"
 
     def _counts(self) -> str:
-        inserted, sampled = self.inserted, self._numbers[_SAMPLED]
+        inserted = self.inserted
+        sampled = self._numbers[_SAMPLED]
         settings = f"samples_per_insert={self.samples_per_insert:g}, min_size={self.min_size}, "
         return f"{inserted} rows were written and {sampled} sampled, with {settings}tolerance={self.tolerance:g}"
 
@@ -228,6 +231,8 @@ class FlowControl:
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
+        """Return the counts of inserts, samples and waits, and the samples per
+        insert."""
         _, sampled, _, _, sample_waits, insert_waits, *_ = map(float, self._numbers)
         inserted = float(self.inserted)
         counts = {

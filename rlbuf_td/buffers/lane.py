@@ -59,7 +59,8 @@ class Lane:
             raise ValueError(
                 f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)"
             )
-        self.buffer, self.number = buffer, whole(0)("lane", lane)
+        self.buffer = buffer
+        self.number = whole(0)("lane", lane)
         # the id of the process in which this handle has written; 0: none
         self._process = 0
         if self.number >= lanes:

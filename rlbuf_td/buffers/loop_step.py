@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -20,29 +20,42 @@ if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 
+class StepLeaf(NamedTuple):
+    """An array of a step, and where it goes."""
+
+    part: int  # which field of a :class:`GymnasiumStep` has it
+    path: Key  # of names, in this part
+    key: Key  # of its column
+
+
+class StepNode(NamedTuple):
+    """A dict or tuple in a step."""
+
+    part: int  # which field of a :class:`GymnasiumStep` has it
+    path: Key  # of names, in this part
+    names: Key  # of its entries
+
+
 class LoopStep:
     """The memory of a step, which each call fills again, and what writes it.
 
     Args:
         columns: the memory.
-        leaves: where each array of a step goes: the part of the step (its place in a
-            :class:`GymnasiumStep`), the path in it, and the key in ``columns``.
-        nodes: the names of the entries of each dict or tuple in a step: the part of the
-            step, the path in it, the names. Later steps must have the same.
+        leaves: the arrays of a step.
+        nodes: the dicts and tuples of a step; later steps must have the same.
         lane: the lane to which the step belongs; None: it is a step of all lanes.
     """
 
     def __init__(
         self,
         columns: StepColumns,
-        leaves: list[tuple[int, Key, Key]],
-        nodes: list[tuple[int, Key, Key]],
+        leaves: list[StepLeaf],
+        nodes: list[StepNode],
         lane: int | None,
     ) -> None:
         self._columns, self._nodes = columns, nodes
-        self._leaves = [
-            (part, path, columns.values[key], key) for part, path, key in leaves
-        ]
+        #: Each leaf, with the column that it fills.
+        self._leaves = [(leaf, columns.values[leaf.key]) for leaf in leaves]
         self._writer = StepWriter(columns.staged, lane)
 
     @classmethod
@@ -97,13 +110,13 @@ class LoopStep:
                 # a name that is missing raises an error below
                 if len(node if is_plain else entries(node) or ()) != len(names):
                     _refuse_entries((step._fields[part], *path), node, names)
-            for part, path, column, key in self._leaves:
-                leaf: Any = part_of(step[part], path) if path else step[part]
-                is_like = type(leaf) is np.ndarray and leaf.dtype is column.dtype
-                if is_like and leaf.shape == column.shape:
-                    column[...] = leaf
+            for (part, path, key), column in self._leaves:
+                value: Any = part_of(step[part], path) if path else step[part]
+                is_like = type(value) is np.ndarray and value.dtype is column.dtype
+                if is_like and value.shape == column.shape:
+                    column[...] = value
                 else:
-                    fill_(column, leaf, key)
+                    fill_(column, value, key)
         except SchemaError:
             raise
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -125,7 +138,8 @@ def _as_stored(step: GymnasiumStep, stored: dict[Key, Leaf]) -> GymnasiumStep:
     :class:`StepColumns` does."""
     ended = _as_flags(step.terminated, "terminated")
     cut = _as_flags(step.truncated, "truncated")
-    reward, leaf = step.reward, stored.get(REWARD)
+    reward = step.reward
+    leaf = stored.get(REWARD)
     if leaf is not None and leaf.dtype is torch.float64:
         array = as_array(reward, REWARD)
         reward = torch.empty(array.shape, dtype=torch.float64, device="cpu")
@@ -140,18 +154,19 @@ def _as_flags(value: object, name: str) -> np.ndarray:
     return flags
 
 
-def _structure(
-    step: GymnasiumStep,
-) -> tuple[list[tuple[int, Key, Key]], list[tuple[int, Key, Key]]]:
-    """Return the leaves and the nodes of a step, see :class:`LoopStep`."""
-    leaves, nodes = [], []
+def _structure(step: GymnasiumStep) -> tuple[list[StepLeaf], list[StepNode]]:
+    """Return the leaves and the nodes of a step, except reward and end flags."""
+    leaves = []
+    nodes = []
     for name in ("observation", "action", "next_observation", "extras"):
-        part, value = step._fields.index(name), getattr(step, name)
+        part = step._fields.index(name)
+        value = getattr(step, name)
         for path, names in _visit(value):
-            if names is None:
-                leaves.append((part, path, _key_of(name, value, path)))
+            is_leaf = names is None
+            if is_leaf:
+                leaves.append(StepLeaf(part, path, _key_of(name, value, path)))
             else:
-                nodes.append((part, path, names))
+                nodes.append(StepNode(part, path, names))
     return leaves, nodes
 
 
@@ -186,6 +201,8 @@ def _refuse_entries(path: Key, node: Any, names: Key) -> NoReturn:
 
 
 def _refuse_lead(shape: torch.Size, ndim: int, lane: int | None) -> NoReturn:
+    """Raise a SchemaError for a step of another number of environments than the rows
+    take."""
     got = f"'terminated' has shape {tuple(shape)}"
     if lane is not None:
         how = "lane= takes the step of one environment: give one bool"

@@ -176,6 +176,8 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
+        """Raise an error if the rows of two members differ in keys, dtypes or
+        shapes."""
         rows = {
             name: member.storage
             for name, member in self.members.items()
@@ -236,6 +238,8 @@ class ReplayBufferMixture:
         return [count * window for count in self._parts_of(batch_size // window)]
 
     def _parts_of(self, batch_size: int) -> list[int]:
+        """Return how many of ``batch_size`` rows each member gives, in the order of the
+        names."""
         shares = [*self.sampler.by_name.values()]
         if not self.exact:
             law = torch.tensor(shares, dtype=torch.float64, device="cpu")
@@ -308,6 +312,8 @@ class ReplayBufferMixture:
     def _joined(
         self, parts: dict[str, MemberRows], is_weighted: bool
     ) -> TensorDictBase:
+        """Add the source, the lane and the common importance weight to the batch of
+        each member; return one batch of all."""
         devices = {
             name: entries_of(part.rows)["index"].device for name, part in parts.items()
         }
@@ -361,9 +367,11 @@ class ReplayBufferMixture:
 
         After an error, all priorities are unchanged.
         """
-        flat, updates = data if data.ndim == 1 else data.reshape(-1), []
+        flat = data if data.ndim == 1 else data.reshape(-1)
+        updates = []
         for name, is_own in members_of(flat, self.names).items():
-            member, parts = self.members[name], self.members[name]._initialize()
+            member = self.members[name]
+            parts = self.members[name]._initialize()
             if parts.prioritized is not None:
                 updates.append((member, own_update(member, flat, is_own)))
         for member, update in updates if len(updates) > 1 else []:
@@ -387,7 +395,8 @@ class ReplayBufferMixture:
         member is prioritized, the batch has no entry ``"sampled_at"``, and this
         argument is required. After an error, no member has changed.
         """
-        flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
+        flat = batch.reshape(-1)
+        times = {} if sampled_at is None else sampled_at
         masks = members_of(flat, self.names)
         if not isinstance(times, Mapping) or (
             SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()
@@ -425,7 +434,8 @@ class ReplayBufferMixture:
     def _restore_own(self, state: State) -> None:
         """Restore the shares, ``exact`` and ``generator``; an error is raised before
         any change."""
-        rng, exact = state["generator"], bool(state["exact"])
+        rng = state["generator"]
+        exact = bool(state["exact"])
         if self._rng is not None and rng is not None:
             # raises an error if it is no state
             torch.Generator(self._rng.device).set_state(rng)
@@ -640,6 +650,7 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
 
 
 def refuse_member(name: object, member: object) -> None:
+    """Raise a TypeError if a buffer cannot be a member of a mixture."""
     if not isinstance(member, ReplayBuffer):
         remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
         raise TypeError(
@@ -701,7 +712,8 @@ def normalizer_of(
     ``report`` is the sampler's report of the member's rows in the batch, or None if the
     batch has no row of the member.
     """
-    sampler, rows = member._initialize().prioritized, row_count(member.storage)
+    sampler = member._initialize().prioritized
+    rows = row_count(member.storage)
     if sampler is None or not rows or sampler.weight_norm is None:
         return None
     if sampler.weight_norm == "buffer":  # of all rows, drawn or not
@@ -730,21 +742,18 @@ def largest_normalizer(
 
     ``drawn`` has the normalizers of the members with rows in the batch.
     """
-    samplers = [member._initialize().prioritized for member in members.values()]
-    if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
-        return 1.0
-    known = [
-        *drawn.values(),
-        *(
-            normalizer_of(member, None)
-            for name, member in members.items()
-            if name not in drawn
-        ),
-    ]
-    return max(
-        [number for number in known if number is not None] + [1.0] * (None in samplers),
-        default=1.0,
-    )
+    normalizers: list[float | None] = []
+    for name, member in members.items():
+        sampler = member._initialize().prioritized
+        if sampler is None:
+            normalizers.append(1.0)  # uniform draws have the weight 1
+        elif sampler.weight_norm is None:
+            return 1.0
+        elif name in drawn:
+            normalizers.append(drawn[name])
+        else:
+            normalizers.append(normalizer_of(member, report=None))
+    return max((number for number in normalizers if number is not None), default=1.0)
 
 
 def draw_rows_of(member: ReplayBuffer, count: int, is_weighted: bool) -> MemberRows:
@@ -891,7 +900,8 @@ def refuse_update(member: ReplayBuffer, update: Update) -> None:
     raise."""
     storage = member.storage
     index, td_error, stamp, *_ = update
-    flat, rows = flat_rows(index, storage, device_of(storage)), len(storage)
+    flat = flat_rows(index, storage, device_of(storage))
+    rows = len(storage)
     if stamp is not None:
         flat, _ = storage.skip_stale(flat, stamp)
     if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):

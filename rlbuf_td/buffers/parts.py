@@ -37,7 +37,7 @@ from rlbuf_td.storages.indexing import (
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
+from rlbuf_td.storages.torchrl_parts import listeners_of, loses_order
 from rlbuf_td.writers import ReservoirWriter, RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -139,20 +139,22 @@ class Parts(NamedTuple):
     def update_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Update:
         """Return the update of priorities by a batch with ``dims`` batch dims, whose TD
         errors are at ``key``."""
-        entries, sampler = entries_of(data), self.prioritized
+        entries = entries_of(data)
+        sampler = self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
-        stamp, windows = entries.get(SAMPLED_AT), None
+        stamp = entries.get(SAMPLED_AT)
         is_usual = (
-            dims == 1 + self.gives_windows
+            dims == (2 if self.gives_windows else 1)
             and type(td_error) is torch.Tensor
             and td_error.ndim == dims
         )
+        has_pairs = self.storage.ndim > 1  # of a time step and a lane
         if (
             not is_usual
-            or index.ndim != dims + (self.storage.ndim > 1)
+            or index.ndim != (dims + 1 if has_pairs else dims)
             or td_error.requires_grad
             or td_error.is_neg()
         ):
@@ -161,9 +163,10 @@ class Parts(NamedTuple):
             )
         if stamp is not None and dims != 1:
             stamp = first_of_row(stamp, dims, inner_dims(self.storage, dims))
-        if self.wrapper is not None:
-            index, td_error, windows = self.wrapper.anchored(entries, index, td_error)
-        return Update(index, td_error, stamp, windows)
+        update = Update(index, td_error, stamp)
+        return (
+            update if self.wrapper is None else self.wrapper.anchored(entries, update)
+        )
 
 
 def has_own(sampler: Sampler, method: str, *empty: object) -> bool:
@@ -194,7 +197,7 @@ def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
     """Raise a ValueError if the storage, or the sampler of a buffer over it, needs time
     order and the writer keeps none, or a NotImplementedError if the writer counts the
     writes to each position."""
-    if keeps_order(writer) is False and storage.dedup_options:
+    if loses_order(writer) and storage.dedup_options:
         reason = "share_next and frames store observations in time order"
         raise ValueError(
             f"{reason}, a {type(writer).__name__} keeps none: use a RingWriter, or leave them out"

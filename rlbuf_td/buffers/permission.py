@@ -70,7 +70,8 @@ class Permission:
 
     def take_back(self) -> None:
         """Take back the count of the rows, because the batch was not returned."""
-        flow, epoch = self.buffer.flow, self._counted_in
+        flow = self.buffer.flow
+        epoch = self._counted_in
         if flow is None or epoch is None:
             return
         with self.buffer._replay_lock:

@@ -33,7 +33,7 @@ from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import SamplerWrapper, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
-from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.ring import SAMPLED_AT, LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Plan(ABC):
         self.storage, self.sampler, self.reason = storage, sampler, reason
         self.ring = storage.ring
         # the plan holds while these numbers are the same
-        self.epoch, self.mode = storage.epoch, in_dispatch_mode()
+        self.epoch = storage.epoch
+        self.mode = in_dispatch_mode()
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if self.wrapper is None else self.wrapper.innermost
         self.is_stamped = isinstance(innermost, Prioritized)
@@ -148,8 +149,8 @@ class TorchPlan(Plan):
 class _Memory(NamedTuple):
     """The memory for batches of one number of drawn rows."""
 
-    reading: Reading
-    slots: BatchSlots
+    reading: Reading  # gathers the rows
+    slots: BatchSlots  # empty batches
     # for the drawn rows, ``[B]``; None: they are the index of a batch
     rows: Tensor | None
     scratch: Tensor  # for random numbers, ``[B]`` float64
@@ -162,8 +163,8 @@ class CompiledPlan(Plan):
 
     A sampler can have a method ``draw_into(storage, live, flat, report, scratch)``, the
     form of ``draw`` for memory on the CPU: it writes the rows to ``flat``, ``[B]``,
-    and, if it is prioritized, their weights to the tensor in ``report``; ``live`` is
-    :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch,
+    and, if it is prioritized, their weights to the tensor in ``report``; ``live``
+    tells which rows are live. New tensors would take a fourth of the time of a batch,
     because a learner's step evicts torch's code from the caches.
     """
 
@@ -171,10 +172,12 @@ class CompiledPlan(Plan):
         super().__init__(storage, sampler, "")
         wrapper = self.wrapper
         if wrapper is None:
-            self.count, self.draws = size, partial(draw_from, sampler)
+            self.count = size
+            self.draws = partial(draw_from, sampler)
             self.draw_into = compiled_form(sampler, "draw_into", "draw")
         else:
-            self.count, self.draws = wrapper.drawn_rows_of(size), wrapper.draw_rows
+            self.count = wrapper.drawn_rows_of(size)
+            self.draws = wrapper.draw_rows
             self.draw_into = wrapper.find_draw_into()
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
@@ -192,16 +195,22 @@ class CompiledPlan(Plan):
             return self._sample_listed(size, live)
         memory = self.memories[self.count]
         ready = memory.slots.ready
+        # `take` does the same: a call of it would take as long as the rest of this line
         slot = ready.pop() if ready else memory.slots.take()
+        # draw straight into the batch, unless a row is drawn for several of its rows
         flat = slot.report["index"] if memory.rows is None else memory.rows
         weights = memory.reading.anchor_weights or slot.report
         self.draw_into(self.storage, live, flat, weights, memory.scratch)
-        cells = live[0] if live[1] else self._cells_with(flat)
+        cells = live.rows if live.are_cells else self._cells_with(flat)
         if memory.kernel is not None:
             # the kernel alone, where the reading would only call it
-            address = memory.reading.address
             is_filled = memory.kernel(
-                address, flat.data_ptr(), slot.targets, cells, 0, self.count
+                memory.reading.address,
+                flat.data_ptr(),
+                slot.targets,
+                cells,
+                0,  # the first row to gather
+                self.count,  # the row to end before
             )
         elif self.is_complete:
             is_filled = memory.reading(memory.slots, slot, flat, flat, cells)
@@ -213,7 +222,7 @@ class CompiledPlan(Plan):
             self._check_order()
         return slot.batch, slot.report
 
-    def _sample_listed(self, size: int, live: tuple[int, bool]) -> Drawn:
+    def _sample_listed(self, size: int, live: LiveRows) -> Drawn:
         """Make a batch of rows that the sampler returns in tensors of its own."""
         drawn, report = self.draws(self.storage, size)
         # a user's sampler may give every other element of a tensor
@@ -224,7 +233,7 @@ class CompiledPlan(Plan):
         slot = memory.slots.take()
         flat = slot.report["index"] if memory.rows is None else memory.rows
         flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
-        cells = live[0] if live[1] else self._cells_with(flat)
+        cells = live.rows if live.are_cells else self._cells_with(flat)
         if not self._fill(memory, slot, flat, cells):
             refuse_unwritten(flat, self.storage)
         if self.checks_order:
@@ -277,7 +286,9 @@ class CompiledPlan(Plan):
                 and self.draw_into is not None
                 and not reading.anchor_weights
             )
-            named = [*reading.named(), *[WEIGHT] * is_weighted]
+            named = reading.named()
+            if is_weighted:
+                named.append(WEIGHT)
             layout = reading.rows.layout
             slots = BatchSlots(layout, named, reading.size, self.is_complete)
             rows = None

@@ -13,7 +13,7 @@ from html import escape
 from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, overload
 from weakref import ref
 
 import numpy as np
@@ -145,6 +145,14 @@ _PRIORITIES_OF_REOPENED = (
 )
 _NO_SIZE = "batch_size not specified: pass it to the buffer or to sample"
 _MOST_SIZES = 8  # batch sizes whose plans are kept
+
+
+class _StatsRecorder(NamedTuple):
+    """How the compiled writes of one plan count their rows in episode statistics."""
+
+    plan: ref[CompiledWrites]  # weak: a plan holds the rows
+    stats: EpisodeStats | None
+    record: Callable[..., None] | None  # None: rows are counted before the write
 
 
 class ReplayBuffer(TensorDictReplayBuffer, Listener):
@@ -287,13 +295,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self.stale_updates = SharedCounter()
         # the numbers of batches and rows that `sample` has returned
         self.returned = SharedNumbers("q", [0, 0])
-        self.include_info, self.lane_key = include_info, optional_key(lane_key)
+        self.include_info = include_info
+        self.lane_key = optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
         # the memory of the steps of `add_step`
         self._loop_steps = threading.local()
-        #: A weak reference to a plan of writes (which holds the rows), statistics, and
-        # how that plan counts in them.
-        self._recorder: Any = None, None, None
+        self._recorder: _StatsRecorder | None = None
         self.flow = make_flow(
             samples_per_insert, min_size, tolerance, kwargs.get("batch_size")
         )
@@ -767,7 +774,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     def _why_no_batch(self, rows: int) -> str:
         """Return in one sentence why there is no batch of ``rows`` rows now."""
-        stored, flow = len(self), self.flow
+        stored = len(self)
+        flow = self.flow
         if flow is not None and not (stored and flow.admits_sample(rows)):
             return flow.why_no_batch(rows)
         if not stored:
@@ -884,7 +892,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._batch_size or 0, next(iter(self.plans.values()), None)
         )
         calls = {"sample": "no call yet" if plan is None else plan.reason}
-        prioritized, storage = self.parts.prioritized, self._storage
+        prioritized = self.parts.prioritized
+        storage = self._storage
         if prioritized is not None:
             calls["update_tensordict_priority"] = (
                 why_not_launched(prioritized, storage, "updates priorities")
@@ -925,7 +934,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             ):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
-            self._last_draw = report, plan.ring.numbers[plan.ring.lanes]
+            written = plan.ring.numbers[plan.ring.lanes]  # of the first lane
+            self._last_draw = report, written
             is_final = is_plain and plan.is_final and not plan.transforms
             if is_final:
                 self._count_returned(batch.batch_size[0])
@@ -1040,7 +1050,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if columns:
             writing.refuse_columns(data, *columns)
         try:
-            return self._write(data, "add", True)
+            return self._write(data, "add", update_priority=True)
         except SchemaError as error:
             if getattr(data, "ndim", None) != self._storage.ndim:
                 raise
@@ -1210,7 +1220,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     def _lead_dims(self, how: str, lanes: object) -> int:
         """Return the number of batch dims of the data that index rows."""
-        return 1 if lanes is not None else self.storage.ndim - (how == "add")
+        if lanes is not None:
+            return 1
+        return self.storage.ndim - 1 if how == "add" else self.storage.ndim
 
     def _write_opened(
         self, data: object, how: str, update_priority: bool, lanes: object
@@ -1297,18 +1309,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             return None
         if self._dim_extend >= parts.storage.ndim:
             return None
+        recorder = self._recorder
         if (
-            self._recorder[0] is None
-            or self._recorder[0]() is not plan
-            or self._recorder[1] is not stats
+            recorder is None
+            or recorder.plan() is not plan
+            or recorder.stats is not stats
         ):
             bind = compiled_form(stats, "bind_record", "read", "record", "update")
-            self._recorder = (
-                ref(plan),
-                stats,
-                None if bind is None else bind(plan.rows.layout),
-            )
-        record = self._recorder[2]
+            record = None if bind is None else bind(plan.rows.layout)
+            self._recorder = recorder = _StatsRecorder(ref(plan), stats, record)
+        record = recorder.record
         lanes = plan.ring.lanes
         dim = self.dim_extend if how == "extend" else 0
         count = data.shape[dim] if how == "extend" else 1
@@ -1333,14 +1343,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._initialize()
         rows = self._storage.rows
         transforms = torchrl_parts.modules_of(self.parts.transforms)
-        is_plain = False
+        # whether the data seems to have the entries of the rows, which the write checks
+        fits_rows = False
         if type(data) is TensorDict and rows is not None:
-            keys, names = plain_entries(data).keys(), rows.layout.names.keys()
-            added = self.parts.added_names
-            is_plain = len(keys) == len(names)
-            if added and not is_plain:
-                is_plain = keys <= names <= keys | added
-        if not is_plain or transforms:
+            keys = plain_entries(data).keys()
+            names = rows.layout.names.keys()
+            added = self.parts.added_names  # by the writer
+            fits_rows = len(keys) == len(names)
+            if added and not fits_rows:
+                fits_rows = keys <= names <= keys | added
+        if not fits_rows or transforms:
             data = writing.without_report(data)
         if lanes is not None:
             self.refuse_lanes("lanes=")
@@ -1350,7 +1362,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 if how == "add"
                 else super().extend(data, update_priority=update_priority)
             )
-        if not is_plain or transforms:
+        if not fits_rows or transforms:
             data = self._prepared(data, self._lead_dims(how, lanes))
             if data is None:  # a transform may hold back data
                 return torch.zeros(
@@ -1362,7 +1374,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         with self._storage.lock:
             # under the lock: another thread may have replaced a part
             parts, storage = self.parts, self._storage
-            writer, td_error = parts.writer, None
+            writer = parts.writer
+            td_error = None
             is_direct = parts.writes_directly and self._dim_extend < storage.ndim
             if time_dim and (not is_direct or data.ndim <= time_dim):
                 if data.ndim <= time_dim:
@@ -1466,7 +1479,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             loop = None if entry_loop is None else entry_loop()
             if loop is not None:
                 sampler.priorities.move_to(parts.storage)
-                return Stage(True, sampler.priorities, loop)
+                return Stage(is_told=True, priorities=sampler.priorities, loop=loop)
         return Stage(has_own(parts.sampler, "mark_update", Sampler.mark_update))
 
     def with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
@@ -1571,9 +1584,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         entries, by row."""
         self._refuse_shut_down()
         parts = self.parts or self._initialize()
-        storage, dims = parts.storage, batch.ndim
+        storage = parts.storage
+        dims = batch.ndim
         inner = inner_dims(storage, dims)
-        index, stamp = batch.get("index", None), batch.get(SAMPLED_AT, None)
+        index = batch.get("index", None)
+        stamp = batch.get(SAMPLED_AT, None)
         stamp = stamp if sampled_at is None else sampled_at
         if index is None or stamp is None:
             reason = (
@@ -1615,7 +1630,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     ) -> int:
         """Write the result of :meth:`_checked_entries`; return the number of rows
         written."""
-        parts, storage, dims = self.parts, self.storage, batch.ndim
+        parts = self.parts
+        storage = self.storage
+        dims = batch.ndim
         inner = inner_dims(storage, dims)
         with storage.lock, defer_sigint:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
@@ -1706,6 +1723,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 refuse_rounding(leaf.key, value, leaf.dtype, remedy)
 
     def _refuse_shut_down(self) -> None:
+        """Raise a ShutDown error if the buffer has been shut down or closed."""
         if self._service_shutdown and self._storage.is_closed:
             remedy = (
                 "make another one (PackedStorage(reopen=True) continues rows in a file)"
@@ -1788,9 +1806,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
             return super().update_priority(index, priority)
-        by_coordinates = parts.storage.ndim > 1
-        if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
-            index = index.flatten(0, -2) if by_coordinates else index.flatten()
+        if isinstance(index, torch.Tensor):
+            has_pairs = parts.storage.ndim > 1  # ``[..., 2]``
+            if has_pairs and index.ndim > 2:
+                index = index.flatten(0, -2)
+            elif not has_pairs and index.ndim > 1:
+                index = index.flatten()
         with parts.storage.lock:
             parts.prioritized.update_priority(index, priority, storage=parts.storage)
 
@@ -1886,7 +1907,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                     self._storage.ring.cells_by_age().to(self._storage.device)
                 )
             return self._transformed(data)
-        return self._newest(None, flat=flat)
+        return self._newest(n=None, flat=flat)
 
     def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:
         """Return a copy of the newest ``n`` time steps, transformed and oldest first:
@@ -1934,19 +1955,21 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 raise RuntimeError("the buffer is empty: extend it first")
             storage.complete()
             counts = ring.count if lane is None else ring.count[lane : lane + 1]
-            least, most = int(counts.min()), int(counts.max())
+            least = int(counts.min())
+            most = int(counts.max())
             if n is None and least < most:
                 remedy = (
                     "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
                 )
-                remedy += f", or at most rb.last({least})" * (least > 0)
+                if least > 0:
+                    remedy += f", or at most rb.last({least})"
                 raise ValueError(
                     f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}"
                 )
             if n is not None and not 1 <= n <= least:
+                where = " in a lane" if least < most else ""
                 raise ValueError(
-                    f"cannot return the last {n} time steps: {least} are stored"
-                    + " in a lane" * (least < most)
+                    f"cannot return the last {n} time steps: {least} are stored{where}"
                 )
             if not least:
                 raise RuntimeError(f"lane {lane} is empty: write to it first")
@@ -2147,7 +2170,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         reserved rows."""
         if vars(self).get("_writer") is None:
             return
-        storage, layout = self._storage, self._storage.all_rows().layout
+        storage = self._storage
+        layout = self._storage.all_rows().layout
         schema = layout.unpack(
             torch.empty(
                 (*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"
@@ -2297,8 +2321,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._refuse_if_shared("writer")
         refuse_writer(writer, self.storage)
         old = type(self.writer).__name__
-        is_ordered = torchrl_parts.keeps_order(writer) is not False
-        if is_ordered and torchrl_parts.keeps_order(self.writer) is False and len(self):
+        had_no_order = torchrl_parts.loses_order(self.writer) and len(self) > 0
+        if had_no_order and not torchrl_parts.loses_order(writer):
             raise ValueError(
                 f"the rows of a {old} are in no time order, and a {type(writer).__name__} writes in time order: "
                 "call rb.empty() first"
@@ -2373,7 +2397,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if get_spawning_popen() is not None and self.parts is not None:
             self.share()
         state = super().__getstate__()
-        state |= {"plans": {}, "_recorder": (None, None, None)}  # these hold addresses
+        state |= {"plans": {}, "_recorder": None}  # these hold addresses
         state.pop("_loop_steps", None)
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 

@@ -175,7 +175,8 @@ class RolloutBuffer(ReplayBuffer):
         self._summary: tuple[int, dict[str, float]] | None = None
         if storage is not None or storing_device is not None:
             device, kwargs["device"] = storing_device, device
-        rows, ndim = num_steps * (num_envs or 1), 1 if num_envs is None else 2
+        rows = num_steps * (num_envs or 1)
+        ndim = 1 if num_envs is None else 2
         storage = _part(
             "storage",
             storage,
@@ -272,6 +273,8 @@ class RolloutBuffer(ReplayBuffer):
     def _refuse_shape(
         self, how: str, data: TensorDictBase, expected: tuple[int | None, ...]
     ) -> None:
+        """Raise an error unless data has the batch size ``expected``, in which None
+        stands for any number."""
         if not isinstance(data, TensorDictBase):
             refuse_other_data(how, data)
         if data.batch_size == expected:
@@ -337,6 +340,7 @@ class RolloutBuffer(ReplayBuffer):
         return self.normalize_advantage != "minibatch" and super()._returns_as_drawn
 
     def _finish(self, batch: object, info: Info) -> Drawn:
+        """See :class:`ReplayBuffer`; also normalizes the advantages of a minibatch."""
         batch, info = super()._finish(batch, info)
         if self.normalize_advantage == "minibatch":
             key, estimator = self._writer.advantage_key, self._writer.estimator
@@ -384,7 +388,8 @@ class RolloutBuffer(ReplayBuffer):
         self._complete_rows()
         revision = self._storage.revision
         if self._summary is None or self._summary[0] != revision:
-            writer, data = self._writer, self._storage.get(slice(None))
+            writer = self._writer
+            data = self._storage.get(slice(None))
             value = data.get(writer.value_key).float()
             target = data.get(writer.value_target_key).float()
             advantage = (
@@ -461,6 +466,8 @@ def _refuse_arguments(
     storage: Any,
     writer: object,
 ) -> None:
+    """Raise an error if the sizes, the normalization or the parts of a rollout buffer
+    do not fit."""
     if num_steps < 1 or (num_envs is not None and num_envs < 1):
         raise ValueError(
             f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}"

@@ -39,6 +39,7 @@ class StepWriter:
         self._reset()
 
     def _reset(self) -> None:
+        """Forget the plan, and all that was prepared for it."""
         # weak: a plan holds the rows, which a buffer may release
         self._plan: Any = _no_plan
         self._transforms: Collection[Any] = ()  # the buffer's own
@@ -68,7 +69,8 @@ class StepWriter:
                 or plan.changes != plan.listeners.changes
             ):
                 self._choose(buffer, plan)
-            staged, count = self._whole, 1
+            staged = self._whole
+            count = 1
             # what may change between two writes
             if (
                 staged is not None
@@ -79,7 +81,8 @@ class StepWriter:
                 and not buffer._service_shutdown
             ):
                 if lanes is not None:
-                    staged, count = self._some, self._choose_rows(lanes)
+                    staged = self._some
+                    count = self._choose_rows(lanes)
                 if plan.write_staged(storage, staged, count):
                     if self._restarts:
                         buffer.parts.sampler.add(None)
@@ -101,7 +104,8 @@ class StepWriter:
         """Let the plan write the step from its memory, unless it does not fit."""
         if self.lane is None and self.staged.size != plan.ring.lanes:
             return  # the write raises the error
-        parts, layout = buffer.parts, plan.rows.layout
+        parts = buffer.parts
+        layout = plan.rows.layout
         added = parts.writer.added_keys
         self._completed = [
             step.completed(layout, added) for step in (self.staged, self._chosen)

@@ -83,7 +83,8 @@ def _copy(
     """Return a buffer with the rows of ``rb``, and the flat index of each row in
     ``rb``."""
     storage = rb.storage
-    steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
+    steps = _steps(rb.writer, storage)
+    lanes = lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(
             f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}"
@@ -169,6 +170,8 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _refuse_short(file: Path, nbytes: int) -> None:
+    """Raise a CheckpointError if a file of a dump is missing or has fewer bytes than
+    expected."""
     size = file.stat().st_size if file.is_file() else -1
     if size < nbytes:
         fault = (

@@ -72,6 +72,8 @@ def refuse_other_stamps(stamps: object, shape: torch.Size) -> None:
 
 
 def listed(keys: Any) -> list[tuple[str, ...]]:
+    """Return one key, or a sequence of keys, as a list of tuples of names; ValueError
+    if there is none."""
     with suppress(TypeError, ValueError):
         paths = [*map(as_tuple, [keys] if is_key(keys) else keys)]
         if paths:
@@ -86,7 +88,8 @@ def entry_by_row(
 ) -> torch.Tensor:
     """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a
     SchemaError if it does not fit."""
-    layout, value = storage.layout, batch.get(key, None)
+    layout = storage.layout
+    value = batch.get(key, None)
     leaf = None if layout is None else layout.leaf(key)
     if leaf is None or not isinstance(value, torch.Tensor):
         raise SchemaError(
@@ -112,7 +115,8 @@ def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> Non
     is_refused = getattr(parts.storage, "uses_episode_keys", False)
     if rows.ndim <= lead_dims or is_meant or is_refused:
         return
-    ndim, shape = parts.storage.ndim, [*rows.shape]
+    ndim = parts.storage.ndim
+    shape = [*rows.shape]
     remedy = (
         f"make the storage with ndim={ndim + 1}, or flatten the data"
         if lead_dims == ndim
@@ -136,6 +140,7 @@ def refuse_columns(*columns: object) -> NoReturn:
 
 
 def refuse_other_data(how: str, data: object) -> NoReturn:
+    """Raise a TypeError for data that is no TensorDict, with the way to wrap it."""
     remedy = wrapping(data, "[n]" if how == "extend" else "[]")
     raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}: {remedy}")
 

@@ -37,6 +37,8 @@ _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 
 
 def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
+    """Write the state of a buffer, the classes of its parts and its shape to the folder
+    ``path``."""
     with writing(path, KIND) as writer, at_rest(rb):
         state = capture(rb, copies=False)
         state["classes"] = {
@@ -76,6 +78,8 @@ def _verify(rows: SavedRows) -> None:
 
 
 def _refuse_other_parts(rb: ReplayBuffer, saved: State, rows_only: bool) -> None:
+    """Raise a CheckpointError if the dump is that of a buffer with other classes of
+    parts."""
     names = {"storage": type(rb.storage).__name__}
     if not rows_only:
         names |= {"writer": name_of(rb.writer), "sampler": name_of(rb.sampler)}
@@ -171,7 +175,9 @@ def at_rest(rb: ReplayBuffer) -> Iterator[None]:
 def capture(rb: ReplayBuffer, *, copies: bool) -> State:
     """Return all state that determines the behaviour of a buffer, with copies or views
     of its tensors."""
-    generator, flow, stats = generator_of(rb), rb.flow, rb.episode_stats
+    generator = generator_of(rb)
+    flow = rb.flow
+    stats = rb.episode_stats
     parts = {
         "_storage": rb.storage,
         "_sampler": rb.sampler,

@@ -42,7 +42,8 @@ from rlbuf_td.storages.checks import State
 
 FORMAT = "rlbuf_td checkpoint"
 DATA, MANIFEST = "data", "manifest.json"
-_LOCK, _NEXT = ".lock", f"{MANIFEST}.next"
+_LOCK = ".lock"
+_NEXT = f"{MANIFEST}.next"
 _TENSOR = "$tensor"
 # where a buffer's state holds the tensors of its rows
 _ROWS = ("_storage", "rows"), ("_storage", "entries")
@@ -112,6 +113,8 @@ def _holds(file: Path, data: np.ndarray) -> bool:
 
 
 def _verified_key(file: Path) -> tuple[int, int, int, int, str]:
+    """Return what identifies a file and its content: another write changes the time or
+    the size."""
     status = file.lstat()
     return (
         status.st_dev,
@@ -191,6 +194,8 @@ class DumpWriter:
         _sync(self.path)
 
     def _put(self, part: torch.Tensor) -> str:
+        """Write a tensor to a file that is named by its checksum, unless it exists;
+        return the name."""
         data = part.cpu().numpy()
         name = chunk_name(data)
         with self._lock:  # equal parts have one file
@@ -335,14 +340,16 @@ class Dump:
     """The manifest of a dump; the caller must lock the folder."""
 
     def __init__(self, path: Path) -> None:
-        self.path, file = path, path / MANIFEST
+        self.path = path
+        file = path / MANIFEST
         try:
             data = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        text, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
+        text = data[:-_SUFFIX_BYTES]
+        suffix = data[-_SUFFIX_BYTES:]
         if suffix != _SUFFIX.format(checksum(text)).encode():
             if _is_ours(data):
                 raise CheckpointError(
@@ -364,6 +371,8 @@ class Dump:
         return {key: self._decode(value, (key,)) for key, value in self.encoded.items()}
 
     def _decode(self, value: object, path: tuple[str, ...]) -> Any:
+        """Return a value of the manifest with its tensors read; those of rows are read
+        later."""
         if isinstance(value, list):
             return [self._decode(item, path) for item in value]
         if not isinstance(value, dict):
@@ -384,7 +393,8 @@ class SavedTensor:
     def __init__(self, dump: Dump, entry: Any) -> None:
         self._folder = dump.path / DATA
         try:
-            dtype, shape = getattr(torch, entry["dtype"], None), entry["shape"]
+            dtype = getattr(torch, entry["dtype"], None)
+            shape = entry["shape"]
             self._chunks: list[tuple[str, int]] = [
                 (name, _chunk_size(name)) for name in entry["chunks"]
             ]
@@ -435,6 +445,8 @@ class SavedTensor:
                 pass
 
     def _read_chunk(self, chunk: tuple[str, int], target: torch.Tensor | None) -> None:
+        """Read the file ``(name, nbytes)`` to ``target`` and compare its checksum;
+        None: only compare."""
         # NumPy uses huge pages, which makes a comparison three times as fast as in
         # torch's memory.
         name, nbytes = chunk
@@ -522,6 +534,8 @@ def _is_ours(data: bytes) -> bool:
 
 
 def _instead(path: Path) -> str:
+    """Return what is wrong with a folder that holds no dump, as a part of a
+    sentence."""
     if not path.exists():
         return "there is no such folder"
     if not path.is_dir():

@@ -75,6 +75,7 @@ def use(rb: Any) -> None:
 def buffer(
     sampler: Callable[[], Sampler], cls: type = rl.ReplayBuffer, **storage: Any
 ) -> Any:
+    """Make a buffer with a new sampler, and make all its calls."""
     made = sampler()
     rows = rl.PackedStorage(ROWS, **storage)
     batch_size = BATCH * getattr(made, "window", 1)
@@ -84,6 +85,7 @@ def buffer(
 
 
 def lanes(sampler: Sampler) -> None:
+    """Make the calls of buffers of several lanes."""
     rows = rl.PackedStorage(ROWS, ndim=2)
     rb = rl.ReplayBuffer(
         storage=rows, sampler=sampler, batch_size=BATCH, stats=rl.EpisodeStats()
@@ -107,6 +109,7 @@ def in_files() -> None:
 
 
 def mixture() -> None:
+    """Make the calls of a mixture of two buffers."""
     members = {
         name: rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=proportional())
         for name in "ab"
@@ -132,6 +135,7 @@ def torchrls() -> None:
 
 
 def rollouts() -> None:
+    """Make the calls of a rollout buffer and of the estimates of advantages."""
     rb = rl.RolloutBuffer(16, 2, batch_size=BATCH, epochs=1)
     rb.extend(transitions(2, 16))
     for _ in rb:

@@ -43,11 +43,18 @@ from rlbuf_td import (
 from rlbuf_td.cli import UsageError
 from rlbuf_td.diagnostics.plots import plot_episodes
 
-NUM_ENVS, CAPACITY, BATCH = 8, 50_000, 128
-STEPS, WARM_UP, EXPLORE = 60_000, 1_000, 6_000  # steps of all environments together
+NUM_ENVS = 8
+CAPACITY = 50_000
+BATCH = 128
+STEPS = 60_000
+WARM_UP = 1_000
+EXPLORE = 6_000  # steps of all environments together
 ROLLOUT, UPDATES = 32, 128  # updates after each ROLLOUT steps of every environment
 TAU = 0.05  # how far the target network moves in each update
-GAMMA, N_STEPS, LEARNING_RATE, FINAL_EPSILON = 0.99, 3, 2e-3, 0.02
+GAMMA = 0.99
+N_STEPS = 3
+LEARNING_RATE = 2e-3
+FINAL_EPSILON = 0.02
 REWARD_SCALE = 0.1  # values then are of the order of 1 to 10
 WINDOW = 20  # episodes
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -180,6 +187,7 @@ def train(
 
 
 def progress_bar() -> Progress:
+    """Return a progress bar on stderr that shows the field ``shown`` of its tasks."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

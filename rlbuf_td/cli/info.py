@@ -27,6 +27,7 @@ def main(options: Namespace) -> int:
 
 
 def facts() -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each fact about this installation."""
     yield "rlbuf_td", f"{rlbuf_td.__version__} in {Path(rlbuf_td.__file__).parent}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "torch", torch.__version__  # with its build, such as +cu130
@@ -96,6 +97,7 @@ def _gpu_kernels() -> str:
 
 
 def _cache_folder() -> str:
+    """Return where compiled functions are cached, and how large the cache is."""
     from rlbuf_td.kernels.code_cache import folder
 
     path = folder()  # only a writable one; without one, it warns

@@ -27,7 +27,10 @@ Reduction = Literal["sum", "mean", "last"]
 Record: TypeAlias = Callable[[np.ndarray, tuple[int, int], tuple[int, int]], None]
 
 _REDUCTIONS = ("sum", "mean", "last")  # in the kernel's order
-_FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
+_FREE = np.iinfo(np.int64).min
+_STEPS = 0
+_EPISODES = 1
+_WRITES = 2  # as in the kernel
 _SUMMARIES = ("mean", "std", "min", "max")
 _FORGET_AFTER = 1_000  # writes
 _NO_LANES = np.zeros(0, np.int64)
@@ -126,7 +129,9 @@ class EpisodeStats:
             raise ValueError(
                 f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}"
             )
-        self.window, self.prefix, self._rows = window, prefix, max(window, history)
+        self.window = window
+        self.prefix = prefix
+        self._rows = max(window, history)
         self._trajectory_key = as_tuple(trajectory_key)
         done = as_tuple(done_key)
         self._flags = flags = [
@@ -196,18 +201,22 @@ class EpisodeStats:
         :meth:`update`."""
         size = data.batch_size
         if time_dim is None:
-            shape, strides = (1, prod(size)), (0, 1)
+            shape = (1, prod(size))
+            strides = (0, 1)
         elif not -len(size) <= time_dim < len(size):
             raise ValueError(
                 f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None"
             )
         elif time_dim % len(size) == 0:
-            steps, lanes = size[0], prod(size[1:])
-            shape, strides = (steps, lanes), (lanes, 1)
+            steps = size[0]
+            lanes = prod(size[1:])
+            shape = (steps, lanes)
+            strides = (lanes, 1)
         else:
             data = _with_time_last(data, time_dim % len(size))
             *lane_sizes, steps = data.batch_size
-            shape, strides = (steps, prod(lane_sizes)), (1, steps)
+            shape = (steps, prod(lane_sizes))
+            strides = (1, steps)
         columns = [
             self._column(data, key, dtype, prod(shape)) for key, dtype in self._columns
         ]

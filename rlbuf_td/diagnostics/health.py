@@ -101,6 +101,8 @@ def health(
 
 
 def _weights(weight: torch.Tensor | None) -> dict[str, float]:
+    """Return statistics of the importance weights of a batch; nothing without
+    weights."""
     if weight is None or not weight.numel():
         return {}
     weight = weight.double()
@@ -121,6 +123,8 @@ def _top_mass(probability: torch.Tensor | None) -> dict[str, float]:
 
 
 def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
+    """Return the mean length of stored stretches of trajectories, for samplers of
+    several steps."""
     if (
         not isinstance(storage, PackedStorage)
         or not len(storage)
@@ -135,6 +139,7 @@ def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
+    """Return the quantiles of a 1-D tensor (nearest rank); nothing of an empty one."""
     if x is None or not x.numel():
         return {}
     x = x.double().sort().values

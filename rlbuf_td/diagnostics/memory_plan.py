@@ -232,7 +232,8 @@ def plan(
     # `isinstance` would read `source.__class__`, which hangs for a SerialEnv that has
     # not started.
     if issubclass(type(source), ReplayBuffer):
-        sampler, source = source.sampler if sampler is None else sampler, source.storage
+        sampler = source.sampler if sampler is None else sampler
+        source = source.storage
     if issubclass(type(source), Storage):
         scratch_dir = scratch_dir or getattr(source, "scratch_dir", None)
         shared = shared or getattr(source, "shared", False)
@@ -265,6 +266,8 @@ def plan(
 def priority_bytes(
     sampler: object, capacity: int, device: torch.device | str = "cpu"
 ) -> int:
+    """Return the bytes that a sampler, a class or a name of :data:`SAMPLERS` needs for
+    ``capacity`` rows."""
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     if isinstance(sampler, str):
@@ -286,6 +289,8 @@ def priority_bytes(
 
 
 def _time_step(storage: Storage) -> TensorDictBase:
+    """Return one time step of the rows of a storage; TypeError if it has not been
+    written to."""
     if isinstance(storage, PackedStorage) and storage.dedup is not None:
         layout = storage.all_rows().layout
         return layout.unpack(

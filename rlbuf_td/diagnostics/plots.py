@@ -264,7 +264,8 @@ def plot_trajectory(
         >>> plot_trajectory(rb, 4).get_suptitle()
         'row 4: trajectory of 15 steps, finished'
     """
-    storage, trajectories = rb.storage, TrajectoryIndex(rb.storage)
+    storage = rb.storage
+    trajectories = TrajectoryIndex(rb.storage)
     lanes = lanes_of(storage).numel()
     index = torch.as_tensor([row], device="cpu")
     flat = int(
@@ -313,6 +314,7 @@ def plot_trajectory(
 
 
 def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+    """Draw each column of ``values``, ``[steps, n]``; one-hot columns as one line."""
     if (
         values.shape[1] > 1
         and np.isin(values, (0, 1)).all()
@@ -332,6 +334,7 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 
 def _default_keys(data: TensorDictBase) -> list[NestedKey]:
+    """Return the reward, the action, and the first small observation of the data."""
     keys: list[NestedKey] = [
         key for key in (("next", "reward"), "action") if data.get(key, None) is not None
     ]
@@ -380,7 +383,9 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         raise TypeError(
             "a mixture has no plot of its own: plot a member, mixture['name']"
         )
-    last, storage, sampler = getattr(rb, "last_draw", None), rb.storage, rb.sampler
+    last = getattr(rb, "last_draw", None)
+    storage = rb.storage
+    sampler = rb.sampler
     report = health(storage, sampler, rb.writer, last)
     draws: list[Callable[[Axes], None]] = []
     age = None if last is None else ages(storage, rb.writer, last)
@@ -396,7 +401,8 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
     probability = probabilities(storage, sampler) if "top_mass" in report else None
     if probability is not None:
-        numbers, top = _numbers_of(probability), report["top_mass"]
+        numbers = _numbers_of(probability)
+        top = report["top_mass"]
         draws.append(partial(_draw_mass, probability=numbers, top=top))
     if not draws:
         raise RuntimeError(
@@ -412,6 +418,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
 
 
 def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
+    """Draw a histogram of the ages of the last batch, and the uniform law."""
     bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
     axes.hist(age, bins, color=_SHADE)
     axes.axhline(len(age) / (len(bins) - 1), **_GUIDE)
@@ -432,6 +439,8 @@ def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
 
 
 def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
+    """Draw the share of draws that the most probable rows get; ``top`` is that of the
+    first percent."""
     # evenly spaced on a logarithmic scale
     some = np.unique(np.geomspace(1, len(probability), 200).astype(int)) - 1
     mass = (np.cumsum(np.sort(probability)[::-1]) / probability.sum())[some]
@@ -457,6 +466,8 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
 
 
 def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
+    """Draw a histogram of the TD errors above 0 on a logarithmic scale, and their
+    median."""
     positive = magnitude[magnitude > 0]
     if len(positive):
         low = positive.min()

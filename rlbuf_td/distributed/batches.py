@@ -123,7 +123,8 @@ class Batches:
 
     def take(self, beta: float) -> TensorDict:
         """Return the next batch, ``[B]``, in newly allocated memory."""
-        draws, window = self.rank[self.next], self.spec.window_rows
+        draws = self.rank[self.next]
+        window = self.spec.window_rows
         self.next += 1
         rows = draws
         if window > 1:
@@ -158,15 +159,25 @@ def _handles(answers: dict[int, Answer], rows: Mapping[int, Any]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
+class Probabilities(NamedTuple):
+    """What importance weights are computed from."""
+
+    drawn: Tensor  # of each drawn row, ``[n]`` float64
+    least: float  # the smallest one of all rows
+    rows: int  # the number of all rows
+
+
 def probabilities(
     answers: dict[int, Answer], known: list[Report | None]
-) -> tuple[Tensor, float, int]:
-    """Return each drawn row's probability, the smallest probability of all rows, and
-    the number of all rows."""
+) -> Probabilities:
+    """Return the probabilities of drawn rows, by the shards' answers and by the reports
+    with which shards were chosen."""
     # The client chooses a shard by the masses in ``known``; the shard chooses a row by
     # its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
-    rows, least, parts = 0, inf, []
+    rows = 0
+    least = inf
+    parts = []
     for shard, report in enumerate(known):
         if report is None:
             continue
@@ -180,4 +191,4 @@ def probabilities(
         least = min(least, scale * at_draw.smallest)
         if answer is not None and answer.drawn is not None:
             parts.append(scale * answer.drawn.weight)
-    return torch.from_numpy(np.concatenate(parts)), least, rows
+    return Probabilities(torch.from_numpy(np.concatenate(parts)), least, rows)

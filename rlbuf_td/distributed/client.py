@@ -31,7 +31,9 @@ from rlbuf_td.distributed.shard import (
     pack,
 )
 from rlbuf_td.kernels.strata import masses as positions_in
+from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.indexing import one_a_row
@@ -43,7 +45,8 @@ from rlbuf_td.storages.tensordict_fast import entries_of
 _REFRESH = 0.1
 # seconds in which rows that flow control has counted arrive in a shard, or are lost
 _ARRIVAL = 1.0
-_NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
+_NO_HANDLES = np.empty((0, 4), np.int64)
+_NO_ERRORS = np.empty(0, np.float64)
 
 
 class Admission(NamedTuple):
@@ -305,7 +308,8 @@ class Client:
 
     def _send(self, size: int, deadline: float) -> Draw | None:
         """Request batches from the shards; return ``None`` if all shards are empty."""
-        links, windows = self.links, self.spec.windows
+        links = self.links
+        windows = self.spec.windows
         links.require_one(deadline)
         # ValueError if it is no multiple of a window
         draws = size if windows is None else windows.drawn_rows_of(size)
@@ -339,8 +343,8 @@ class Client:
         uniform = torch.rand(
             batches, draws, dtype=torch.float64, generator=self.generator, device="cpu"
         )
-        stratified = self.spec.stratified
-        return torch.cat([positions_in(row, total, stratified) for row in uniform])
+        step = step_of(draws, self.spec.stratified)
+        return torch.cat([positions_in(row, total, step) for row in uniform])
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
         """Send each shard its draws and its queued TD errors; return Ray's references
@@ -438,12 +442,11 @@ class Client:
         td_error = one_a_row(td_error, data.ndim, spec.reduction).cpu()
         refuse_errors(td_error)
         index = self._checked(index, len(td_error))
+        update = Update(index, td_error)
         if spec.windows is not None:
-            index, td_error, windows = spec.windows.anchored(
-                entries_of(data.cpu()), index, td_error
-            )
-            index, td_error = windows.reduced(index, td_error)
-        self._errors.append((index.numpy(), td_error.to(torch.float64).numpy()))
+            update = spec.windows.anchored(entries_of(data.cpu()), update).reduced()
+        errors = update.td_error.to(torch.float64)
+        self._errors.append((update.index.numpy(), errors.numpy()))
 
     def _checked(self, index: Tensor, rows: int) -> Tensor:
         """Return the index of a batch as ``[rows, 4]``; ValueError if it does not name
@@ -556,6 +559,8 @@ class Client:
         self.extend(data.unsqueeze(self.spec.ndim - 1))
 
     def _shard_to_write(self) -> int:
+        """Return the shard to which this client writes: its home, or the next one that
+        is alive."""
         links = self.links
         links.require_one()
         if self._home is None:

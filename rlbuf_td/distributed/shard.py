@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.checkpoint.buffer import innermost_state
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.samplers import (
     EpisodeSampler,
     ProportionalSampler,
@@ -39,20 +40,38 @@ _NOTHING = np.empty(0, np.float64)
 SHARD, INCARNATION, ROW, STAMP = range(4)  # the columns of a batch's "index"
 
 
+class Packed(NamedTuple):
+    """The bytes of drawn rows."""
+
+    # the cell and the stamp of each row of drawn sequences, ``[n, 2]`` int64; None:
+    # single rows were drawn
+    cells: np.ndarray | None
+    rows: np.ndarray  # ``[n, row_bytes]`` uint8
+    layout: RowLayout
+
+
+class ShardDump(NamedTuple):
+    """The dump of a shard."""
+
+    folder: str
+    steps: int  # its number of time steps; 0 if it is unknown
+
+
 class Spec(NamedTuple):
     """The properties of the shards' buffers that clients need."""
 
-    ndim: int
+    ndim: int  # 2: rows have lanes
     capacity: int  # rows per shard
-    batch_size: int | None
-    priority_key: Any
+    batch_size: int | None  # the default of `sample`
+    priority_key: Any  # of TD errors in a batch
     # a sampler with the settings of the shards' SequenceSamplers; it never draws
     windows: SequenceSampler | None
     is_prioritized: bool = False
+    # settings of prioritized samplers
     beta: float = 0.0
-    norm: str | None = None
+    norm: str | None = None  # ``weight_norm``
     stratified: bool = True
-    reduction: Any = "max"
+    reduction: Any = "max"  # of several TD errors of a row
 
     @property
     def window_rows(self) -> int:
@@ -64,7 +83,8 @@ class Spec(NamedTuple):
     def of(cls, buffer: ReplayBuffer) -> Spec:
         """Return the properties of a buffer; TypeError or ValueError if the buffer
         cannot be sharded."""
-        inner, outer = checked_sampler(buffer), buffer.sampler
+        inner = checked_sampler(buffer)
+        outer = buffer.sampler
         windows = None
         if isinstance(outer, SequenceSampler):
             windows = SequenceSampler(
@@ -198,7 +218,7 @@ class Answer(NamedTuple):
 class Staged(NamedTuple):
     """Received rows that wait to be stored."""
 
-    writer: int
+    writer: int  # the number of the client
     epoch: int  # of flow control's counts, when it admitted the rows
     data: TensorDictBase
 
@@ -206,8 +226,8 @@ class Staged(NamedTuple):
 class Refusal(NamedTuple):
     """Received rows that could not be stored."""
 
-    rows: int
-    epoch: int
+    rows: int  # how many
+    epoch: int  # see :class:`Staged`
     error: Exception
 
 
@@ -266,7 +286,7 @@ class Shard:
 
     def _load(self, folder: str) -> None:
         """Load a dump, unless the other shards have rows of another layout by now."""
-        self.prepare([(folder, 0)])
+        self.prepare([ShardDump(folder, 0)])
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._other_layout(prepared) is None:
             self._set(prepared)
@@ -292,6 +312,7 @@ class Shard:
         return sum(staged.data.numel() for staged in self._staged)
 
     def report(self) -> Report:
+        """Return the counts and the sums of weights of this shard, for its clients."""
         rows = len(self.storage)
         mass = float(rows)
         smallest = 1.0 if rows else inf
@@ -378,20 +399,16 @@ class Shard:
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
 
-    def prepare(
-        self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None
-    ) -> None:
-        """Load the only one of ``dumps``, or ``part`` of their time steps (first,
-        last), beside the rows of this shard.
-
-        ``dumps``: the folder of each shard's dump, and its number of time steps.
-        """
+    def prepare(self, dumps: Sequence[ShardDump], steps: range | None = None) -> None:
+        """Load ``steps``, counted over the time steps of all ``dumps``, beside the rows
+        of this shard; None: load the only dump, with its counts and settings."""
         self._prepared = None
         buffer = self.make_buffer()
-        if part is None:
-            buffer.loads(dumps[0][0])
+        if steps is None:
+            (dump,) = dumps
+            buffer.loads(dump.folder)
         else:
-            _extend_by(buffer, dumps, *part)
+            _extend_by(buffer, dumps, steps)
         self._prepared = buffer
 
     def discard(self) -> None:
@@ -421,41 +438,42 @@ class Shard:
             weight = torch.ones_like(positions)
         else:
             rule = self._prioritized.rule
-            flat, _ = rule.draw(positions, rows, False, None)
+            law = stratification_of(
+                len(positions), stratified=False, beta=0.0, norm=None
+            )
+            flat, _ = rule.draw(positions, rows, law)
             weight = rule.table.weight[flat].to(torch.float64)
-        cells, packed, layout = self._packed(flat)
+        packed = self._packed(flat)
+        layout = packed.layout
         if self._layout[0] is not layout:
             self._layout = layout, named(layout)
         return Drawn(
-            rows=packed,
+            rows=packed.rows,
             flat=flat.numpy(),
             stamp=self.storage.stamps(flat).numpy(),
             weight=weight.numpy(),
-            cells=cells,
+            cells=packed.cells,
             layout=self._layout[1],
         )
 
-    def _packed(
-        self, flat: torch.Tensor
-    ) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the row numbers of drawn sequences (``None`` for single rows), the
-        packed rows, and their layout."""
+    def _packed(self, flat: torch.Tensor) -> Packed:
+        """Read the rows ``flat``, or the sequences around them."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty(
                 (len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu"
             )
             stored.pack_(flat, out.view(stored.layout.carrier))
-            return None, out.numpy(), stored.layout
+            return Packed(None, out.numpy(), stored.layout)
         cells, info, batch = self._wrapper.batch_of(self.storage, flat, {})
         is_windowed = info.pop("anchor_index", None) is not None
         merge_(batch, info)
         layout = self._layout[0] or RowLayout(batch, 1)
         packed = pack(layout, batch, batch.batch_size)
         if not is_windowed:
-            return None, packed, layout
-        rows = torch.stack((cells, self.storage.stamps(cells)), 1)
-        return rows.numpy(), packed, layout
+            return Packed(None, packed, layout)
+        stamped = torch.stack((cells, self.storage.stamps(cells)), 1)
+        return Packed(stamped.numpy(), packed, layout)
 
     def _learn(self, request: Request) -> None:
         """Apply the TD errors of a request, and update the largest TD error, which sets
@@ -486,15 +504,17 @@ class Shard:
                 self._refused.setdefault(writer, []).append(refusal)
 
     def _store(self, writer: int, data: TensorDictBase) -> None:
+        """Write the data of a writer; SchemaError if another shard got rows of another
+        layout first."""
         is_first = written_layout(self.storage) is None
         if writer != self._writer:
             _end_trajectories(self.storage)
         self._writer = writer
         self.buffer.extend(data)
-        other = self._other_layout(self.buffer) if is_first else None
-        if other is not None:  # another shard was faster
+        agreed = self._other_layout(self.buffer) if is_first else None
+        if agreed is not None:  # another shard was faster: take the rows back
             self._set(self.make_buffer())
-            _refuse_layout(other, data, data.batch_size[: self.storage.ndim])
+            _refuse_layout(agreed, data, data.batch_size[: self.storage.ndim])
 
 
 def written_layout(storage: PackedStorage) -> RowLayout | None:
@@ -535,35 +555,34 @@ def _end_trajectories(storage: PackedStorage) -> None:
         storage.episodes.end()
 
 
-def _extend_by(
-    buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int, last: int
-) -> None:
-    """Write rows of dumps, and their priorities, to a buffer: time steps ``first`` to
-    ``last`` of all in order."""
+def _extend_by(buffer: ReplayBuffer, dumps: Sequence[ShardDump], steps: range) -> None:
+    """Write rows of dumps, and their priorities, to a buffer: the time steps ``steps``
+    of all in order."""
     begin = 0  # of the dump, in all steps
-    for folder, steps in dumps:
-        low = max(first - begin, 0)
-        high = min(last - begin, steps)
-        begin += steps
+    for dump in dumps:
+        low = max(steps.start - begin, 0)
+        high = min(steps.stop - begin, dump.steps)
+        begin += dump.steps
         if low < high:
-            _extend_by_dump(buffer, folder, steps, range(low, high))
+            _extend_by_dump(buffer, dump, range(low, high))
 
 
-def _extend_by_dump(buffer: ReplayBuffer, folder: str, steps: int, part: range) -> None:
-    """Write a ``part`` of the ``steps`` time steps of a dump, and their priorities, to
-    a buffer."""
-    checkpoint = open_checkpoint(folder)
-    source, state = checkpoint.storage, innermost_state(checkpoint.sampler)
-    if source is None or int(source.ring.count[0]) != steps:
+def _extend_by_dump(buffer: ReplayBuffer, dump: ShardDump, steps: range) -> None:
+    """Write the time steps ``steps`` of a dump, and their priorities, to a buffer."""
+    checkpoint = open_checkpoint(dump.folder)
+    source = checkpoint.storage
+    state = innermost_state(checkpoint.sampler)
+    if source is None or int(source.ring.count[0]) != dump.steps:
         raise CheckpointError(
-            f"{folder} does not hold the {steps} time steps that the manifest says"
+            f"{dump.folder} does not hold the {dump.steps} time steps that the manifest says"
         )
-    ring, prioritized = source.ring, buffer._initialize().prioritized
+    ring = source.ring
+    prioritized = buffer._initialize().prioritized
     _end_trajectories(buffer.storage)
     if prioritized is not None:
         prioritized.alpha = state["alpha"]
     lane = torch.arange(ring.lanes, device="cpu")
-    serials = torch.arange(part.start, part.stop, device="cpu") + int(ring.tail[0])
+    serials = torch.arange(steps.start, steps.stop, device="cpu") + int(ring.tail[0])
     at_once = max(1, _AT_ONCE // (source.row_bytes * ring.lanes))
     for slots in (serials % ring.steps).split(at_once):
         rows = source.get(slots)

@@ -26,7 +26,7 @@ from rlbuf_td.checkpoint import CheckpointError, load_state, save_state
 from rlbuf_td.checkpoint.files import delete_others, is_folder, new_folder
 from rlbuf_td.distributed.client import Admission, Client
 from rlbuf_td.distributed.links import RECOVERY
-from rlbuf_td.distributed.shard import Shard, Spec
+from rlbuf_td.distributed.shard import Shard, ShardDump, Spec
 from rlbuf_td.storages.checks import State, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
@@ -129,11 +129,15 @@ class LayoutInRay:
         return internal_kv._internal_kv_get(self._key, namespace=_STORE)
 
     def offer(self, layout: bytes) -> bytes:
-        internal_kv._internal_kv_put(self._key, layout, False, namespace=_STORE)
+        internal_kv._internal_kv_put(
+            self._key, layout, overwrite=False, namespace=_STORE
+        )
         return self.find() or layout
 
     def replace(self, layout: bytes) -> None:
-        internal_kv._internal_kv_put(self._key, layout, True, namespace=_STORE)
+        internal_kv._internal_kv_put(
+            self._key, layout, overwrite=True, namespace=_STORE
+        )
 
     def forget(self) -> None:
         internal_kv._internal_kv_del(self._key, namespace=_STORE)
@@ -405,7 +409,8 @@ class ShardedReplayBuffer(Client):
                 nothing has changed.
         """
         self.links.require_open()
-        path, links = self._folder(path), self.links
+        path = self._folder(path)
+        links = self.links
         manifest = Manifest.read(path)
         parts = self._parts(path, manifest)
         try:
@@ -431,17 +436,18 @@ class ShardedReplayBuffer(Client):
         if it has too little room."""
         count = len(self.links.handles)
         total = sum(manifest.steps)
-        dumps = [*zip(manifest.folders(path), manifest.steps, strict=True)]
+        folders = manifest.folders(path)
+        dumps = [*map(ShardDump, folders, manifest.steps)]
         if len(dumps) == count:
             return {shard: ([dump],) for shard, dump in enumerate(dumps)}
         ends = [round(shard * total / count) for shard in range(count + 1)]
-        bounds = [*pairwise(ends)]
-        most = max(last - first for first, last in bounds) * manifest.lanes
+        parts = [range(first, end) for first, end in pairwise(ends)]
+        most = max(map(len, parts)) * manifest.lanes
         if most > self.spec.capacity:
             raise ValueError(
                 f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}"
             )
-        return {shard: (dumps, part) for shard, part in enumerate(bounds)}
+        return {shard: (dumps, steps) for shard, steps in enumerate(parts)}
 
     def _folder(self, path: str | Path | None) -> Path:
         path = self.dump_dir if path is None else Path(path).absolute()

@@ -227,6 +227,7 @@ class _Seat(Recorder):
         self._columns.fill("next", observation)
         self._columns.fill_outcome(reward, terminated, truncated)
         mask = self._rows.get(("next", ACTION_MASK))
+        # no action is allowed: all, so that the greatest allowed value is finite
         if mask is not None and not mask.any():
             mask[...] = True
         self._write()

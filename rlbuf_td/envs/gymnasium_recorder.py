@@ -211,6 +211,7 @@ class GymnasiumRecorder(Recorder):
         return result
 
     def _refuse_step(self) -> None:
+        """Raise a RuntimeError that says which reset must come before the next step."""
         if self._obs is None or self.is_interrupted:
             when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
             raise RuntimeError(f"call the recorder's reset() {when}")

@@ -229,6 +229,8 @@ class PettingZooRecorder(Recorder):
         return results[0] if self._single else results
 
     def _refuse_step(self, actions: list[Any]) -> None:
+        """Raise an error if an environment must be reset first, or if a living agent
+        has no action."""
         if len(actions) != len(self.envs):
             raise ValueError(
                 f"step needs one dict of actions for each of {len(self.envs)} environments"
@@ -280,7 +282,9 @@ class PettingZooRecorder(Recorder):
                 if is_acting:
                     self._fill_outcome(group, e, number, result)
                 else:
-                    self._fill_flags(group.flag_keys, (e, number), True, True)
+                    self._fill_flags(
+                        group.flag_keys, (e, number), terminated=True, truncated=True
+                    )
         is_done = not self.envs[e].agents
         are_terminated = is_done and all(terminated[agent] for agent in acting)
         is_cut = is_done and not are_terminated
@@ -290,7 +294,8 @@ class PettingZooRecorder(Recorder):
         self, group: AgentGroup, e: int, number: int, is_acting: bool, observed: Any
     ) -> None:
         """Fill the next observation of an agent."""
-        columns, agent = self._rows, group.agents[number]
+        columns = self._rows
+        agent = group.agents[number]
         cell = (e, number, ...)
         lives = agent in self.envs[e].agents
         columns["next", group.name, "mask"][cell] = lives
@@ -324,6 +329,8 @@ class PettingZooRecorder(Recorder):
     def _fill_flags(
         self, keys: Sequence[Key], cell: Any, terminated: bool, truncated: bool
     ) -> None:
+        """Fill the done, terminated and truncated flags of one agent; ``keys`` are in
+        this order."""
         done_key, terminated_key, truncated_key = keys
         columns = self._rows
         columns[done_key][cell] = terminated or truncated

@@ -275,6 +275,8 @@ class Recorder:
             fill_(self._columns.values[key], value, key)
 
     def _make_rows(self, extras: Mapping[Key, object]) -> None:
+        """Allocate the staged step for the entries of the schema and the ``extras``,
+        and its writer."""
         schema = self._schema.copy()
         for key, value in extras.items():
             self._add_entry(schema, key, tensors_of(as_array(value, key), *key))

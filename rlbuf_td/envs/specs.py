@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[str, ...]
 #: Pairs ``(key in the rows, path in what an environment gives or takes)``.
 Paths: TypeAlias = list[tuple[Key, Key]]
-OBSERVATION, ACTION, ACTION_MASK = "observation", "action", "action_mask"
+OBSERVATION = "observation"
+ACTION = "action"
+ACTION_MASK = "action_mask"
 FLAGS = ("done", "terminated", "truncated")
 # The keys of a transition besides the observation, at the root and under "next".
 RESERVED = {ACTION, "next", "index", "collector", "reward", *FLAGS}
@@ -275,6 +277,8 @@ def is_space(source: object) -> bool:
 
 
 def entries(value: object) -> dict[str, Any] | None:
+    """Return the entries of a dict or a tuple by name, the position in a tuple as a
+    string; None: a leaf."""
     if isinstance(value, Mapping | TensorDictBase):
         for key in value.keys():
             if not isinstance(key, str):
@@ -288,6 +292,8 @@ def entries(value: object) -> dict[str, Any] | None:
 
 
 def value_of_space(space: AnySpace, lanes: Shape, path: Key) -> Any:
+    """Return an example of a value of a space or spec, ``[*lanes, ...]``, on the meta
+    device."""
     if isinstance(space, TensorSpec):
         value = space.zero().to("meta")
         if isinstance(value, TensorDictBase):
@@ -321,6 +327,8 @@ def value_of_space(space: AnySpace, lanes: Shape, path: Key) -> Any:
 
 
 def without_memory(data: TensorDictBase) -> TensorDict:
+    """Return a copy of the data on the meta device, which has only dtypes and
+    shapes."""
     for key, value in walk(data):
         refuse_unpackable(key, value)
     meta = torch.device("meta")
@@ -369,9 +377,9 @@ class AgentGroup:
     group."""
 
     name: str
-    agents: tuple[str, ...]
+    agents: tuple[str, ...]  # their names
     observation: Space  # of one agent
-    action: Space
+    action: Space  # of one agent
 
     def observed(self, lanes: Shape) -> dict[str, torch.Tensor | TensorDict]:
         """Return the schema of what the environment gives, ``[*lanes, agents, ...]``,

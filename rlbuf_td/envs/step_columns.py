@@ -17,13 +17,14 @@ _TERMINATED: Key = ("next", "terminated")
 _TRUNCATED: Key = ("next", "truncated")
 _DONE: Key = ("next", "done")
 _WIDER = "store it in float64, with from_env(env, ..., extras=...) and an example of {} in extras"
-#: The largest number up to which a dtype holds every whole number; for other dtypes, at
-#: least 127.
+#: The largest number up to which a dtype holds every whole number.
 _EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
+_LEAST_EXACT = 127  # other dtypes hold all whole numbers up to this one
 #: The number of rewards up to which Python's `max` takes less time than NumPy, which
 #: first makes sure that an overflow does not warn.
 _FEW = 64
-_BOOL, _DOUBLE = np.dtype(bool), np.dtype(np.float64)
+_BOOL = np.dtype(bool)
+_DOUBLE = np.dtype(np.float64)
 _FLAGS = bool, np.bool_
 _TRUE = b"\x01"
 
@@ -53,16 +54,17 @@ class StepColumns:
         }
         if REWARD not in columns or _TRUNCATED not in columns:
             return
-        # without their last dim, which rows alone have
+        # in the shape in which values come: without their last dim, which rows have
         self._terminated = self.values[_TERMINATED][..., 0]
         self._truncated = self.values[_TRUNCATED][..., 0]
         self._rewards = rewards = self.values[REWARD]
         # a single reward comes without it, too
         is_one = rewards.shape == (*self._terminated.shape, 1)
         self._reward = rewards[..., 0] if is_one else rewards
-        self._exact = _EXACT.get(rewards.dtype, 127)
-        self._ended = columns[_TERMINATED][:, 0]
-        self._cut = columns[_TRUNCATED][:, 0]
+        self._exact = _EXACT.get(rewards.dtype, _LEAST_EXACT)
+        # the same memory, ``[E]``
+        self._terminated_by_lane = columns[_TERMINATED][:, 0]
+        self._truncated_by_lane = columns[_TRUNCATED][:, 0]
         #: Where an episode ends, ``[E]``.
         self.done = columns[_DONE][:, 0]
 
@@ -92,11 +94,13 @@ class StepColumns:
             return has_ended
         fill_(self._terminated, terminated, _TERMINATED)
         fill_(self._truncated, truncated, _TRUNCATED)
-        np.logical_or(self._ended, self._cut, self.done)
-        # a twentieth of the time of `any`, a Python function
+        np.logical_or(self._terminated_by_lane, self._truncated_by_lane, out=self.done)
+        # takes a twentieth of the time of `any`, a Python function
         return _TRUE in self.done.tobytes()
 
     def _fill_reward(self, reward: object) -> None:
+        """Fill the reward column; SchemaError if its shape differs or if casting rounds
+        it."""
         column = self._reward
         if isinstance(reward, float) and not column.shape:
             is_exact = abs(reward) <= self._exact
@@ -128,6 +132,7 @@ class StepColumns:
             return rewards.dot(rewards) <= self._exact**2
 
     def _refuse_reward(self, shape: tuple[int, ...]) -> None:
+        """Raise a SchemaError for rewards of this shape."""
         column = self._rewards
         fault = (
             f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
@@ -172,8 +177,10 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
+    """Return an array as ``dtype``; SchemaError if a value changes by more than
+    rounding."""
     if np.can_cast(array.dtype, dtype, "same_kind"):
-        if _is_below(array, _EXACT.get(dtype, 127)):
+        if _is_below(array, _EXACT.get(dtype, _LEAST_EXACT)):
             return array  # NumPy casts it without a loss of whole numbers
         tensor_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         values = tensors_of(array.reshape(-1), *key)

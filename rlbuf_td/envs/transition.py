@@ -15,13 +15,13 @@ from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, wal
 class GymnasiumStep(NamedTuple):
     """One step of Gymnasium environments; see :func:`make_transition`."""
 
-    observation: Any
+    observation: Any  # an array, a dict or a tuple
     action: Any
-    reward: Any
-    next_observation: Any
-    terminated: Any
+    reward: Any  # a number, or ``[E]``
+    next_observation: Any  # before a reset
+    terminated: Any  # a bool, or ``[E]``
     truncated: Any
-    extras: Mapping[str, Any]
+    extras: Mapping[str, Any]  # further entries by name; under "next": of the outcome
 
 
 def make_transition(
@@ -130,6 +130,8 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
 
 
 def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
+    """Raise a SchemaError if the observations before and after a step differ in keys or
+    shapes."""
     shapes_before, shapes_after = (
         {key: f"of shape {tuple(value.shape)}" for key, value in walk(part)}
         for part in (before, after)
@@ -153,6 +155,8 @@ def _flag(value: object, name: str) -> torch.Tensor:
 
 
 def _reward(value: object, lanes: torch.Size) -> torch.Tensor:
+    """Return rewards as a floating point tensor, with a last dim of 1 if there is one
+    per lane."""
     reward = tensors_of(value, "next", "reward")
     if not isinstance(reward, torch.Tensor):
         raise SchemaError(

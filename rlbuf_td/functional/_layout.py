@@ -18,13 +18,13 @@ _FLAGS = ("done", "terminated")
 class TimeLayout(NamedTuple):
     """The shape, device and dtypes of the inputs of one call."""
 
-    function: str
-    shape: torch.Size
+    function: str  # its name, for errors
+    shape: torch.Size  # of the inputs
     time_dim: int
     # (L, T, F): L is the product of the dims before time, F of the dims after time
     sizes: tuple[int, int, int]
     device: torch.device
-    compute_dtype: torch.dtype
+    compute_dtype: torch.dtype  # of intermediate results
     out_dtype: torch.dtype
 
     @classmethod
@@ -48,7 +48,8 @@ class TimeLayout(NamedTuple):
             for name, x in named.items()
         }
         first = next(iter(inputs.values()))
-        shape, device = tuple(first.shape), first.device
+        shape = tuple(first.shape)
+        device = first.device
         if any(x.shape != shape for x in inputs.values()):
             differing: dict[str, object] = {
                 name: tuple(x.shape) for name, x in inputs.items()
@@ -85,11 +86,14 @@ class TimeLayout(NamedTuple):
             shape[time_dim],
             math.prod(shape[time_dim + 1 :]),
         )
-        columns = [_shaped(x.detach().resolve_neg(), sizes) for x in inputs.values()]
-        columns[:-2] = [x.to(compute_dtype) for x in columns[:-2]]
-        return cls(
+        columns = []
+        for name, x in inputs.items():
+            column = _shaped(x.detach().resolve_neg(), sizes)
+            columns.append(column if name in _FLAGS else column.to(compute_dtype))
+        layout = cls(
             function, first.shape, time_dim, sizes, device, compute_dtype, out_dtype
-        ), columns
+        )
+        return layout, columns
 
     def restore(self, x: Tensor) -> Tensor:
         return _shaped(x, self.shape).to(self.out_dtype)
@@ -139,6 +143,8 @@ class TimeLayout(NamedTuple):
 
 
 def coefficient(function: str, name: str, x: float) -> float:
+    """Return a coefficient such as gamma as a float; an error names the function if it
+    is not in [0, 1]."""
     try:
         x = float(x)
     except (TypeError, ValueError):
@@ -156,6 +162,8 @@ def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _checked(function: str, name: str, x: Tensor | None, *, must_float: bool) -> Tensor:
+    """Return an argument of a function; TypeError if it is no tensor, or of another
+    dtype than it takes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
     if name in _FLAGS:

@@ -164,6 +164,7 @@ def vtrace_advantage_estimate(
 
 
 def _threshold(name: str, value: float | Tensor, like: Tensor) -> float | Tensor:
+    """Return a clipping threshold of V-trace; ValueError if it is negative."""
     if isinstance(value, Tensor):
         return value.to(like)
     if not value >= 0:

@@ -197,6 +197,8 @@ def _estimate(
     next_state_value: Tensor,
     *others: Tensor | None,
 ) -> Tensor:
+    """Return TD(lambda) returns, or Monte Carlo returns if ``lmbda`` is None, in the
+    shape of the rewards."""
     if rolling_gamma is False:
         raise ValueError(
             f"{name}: rolling_gamma=False is not supported: leave it out, or use TorchRL's function."

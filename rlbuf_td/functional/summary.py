@@ -107,6 +107,8 @@ def normalize(
 
 
 def _masked_std_mean(x: Tensor, mask: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Return standard deviation and mean over ``dims`` of the elements where ``mask``
+    is set."""
     if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         expected = f"bool with the first dims of {tuple(x.shape)}"
         raise ValueError(

@@ -112,7 +112,8 @@ class _Cache(FunctionCache):
         super().__init__(function)
         path = _locator().get_cache_path()
         self._file_name = f"{function.__module__}.{self._impl.filename_base}"
-        self._impl._locator, self._cache_path = _locator(), path
+        self._impl._locator = _locator()
+        self._cache_path = path
         self._cache_file = IndexDataCacheFile(path, self._file_name, _digest())
         # read before the rest of an index, which may name classes that other sources
         # had
@@ -132,6 +133,8 @@ class _Cache(FunctionCache):
     def load_overload(
         self, signature: Signature, target: CPUContext
     ) -> CompileResult | None:
+        """Return compiled code from the cache; None: this process compiles it, and
+        holds the lock."""
         code = self._load(signature, target)
         if code is None:
             # Loops do not call each other in a circle, so that no two processes wait

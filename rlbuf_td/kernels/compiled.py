@@ -102,6 +102,7 @@ _VECTOR = ir.VectorType(ir.IntType(64), 4)
 
 @instruction(lambda target, source: types.void(types.int64, types.int64))
 def _stream_half_line(at: Place, target: ir.Value, source: ir.Value) -> None:
+    """Emit a copy of half a cache line that leaves the target out of the caches."""
     builder = at.builder
     to, since = (
         builder.inttoptr(address, ir.PointerType(_VECTOR))
@@ -127,6 +128,7 @@ def barrier(at: Place) -> None:
 
 @instruction(lambda address: types.void(types.int64))
 def prefetch(at: Place, address: ir.Value) -> None:
+    """Emit a prefetch of the cache line at ``address``."""
     line = at.builder.inttoptr(address, cgutils.voidptr_t)
     kind = ir.FunctionType(ir.VoidType(), [line.type, *[ir.IntType(32)] * 3])
     function = cgutils.get_or_insert_function(
@@ -161,8 +163,10 @@ def load(at: Place, address: ir.Value, kind: ir.Value) -> ir.Value:
 def count_sums(at: Place, address: ir.Value, bound: ir.Value) -> ir.Value:
     """Count the cumulative sums, float64, of the 16 float32 numbers at an address that
     are at most ``bound``."""
-    builder, numbers = at.builder, ir.VectorType(ir.FloatType(), 16)
-    lanes, sums = ir.VectorType(ir.IntType(32), 16), ir.VectorType(ir.DoubleType(), 16)
+    builder = at.builder
+    numbers = ir.VectorType(ir.FloatType(), 16)
+    lanes = ir.VectorType(ir.IntType(32), 16)
+    sums = ir.VectorType(ir.DoubleType(), 16)
     typed = builder.inttoptr(address, ir.PointerType(numbers))
     total = builder.fpext(builder.load(typed, align=4), sums)
     # add to each sum the one that is ``step`` lanes before it, or 0
@@ -194,15 +198,11 @@ def _fields(address: types.Type, i: types.Type, kind: types.Type) -> Signature:
 def load_fields(at: Place, address: ir.Value, i: ir.Value, kind: ir.Value) -> ir.Value:
     """Load element ``i`` of an array of NamedTuples ``kind`` of int64. It stays in
     registers when memory is written."""
-    number, count, builder = (
-        ir.IntType(64),
-        len(at.kinds[2].instance_class._fields),
-        at.builder,
-    )
-    array, first = (
-        builder.inttoptr(address, ir.PointerType(number)),
-        builder.mul(i, number(count)),
-    )
+    number = ir.IntType(64)
+    count = len(at.kinds[2].instance_class._fields)
+    builder = at.builder
+    array = builder.inttoptr(address, ir.PointerType(number))
+    first = builder.mul(i, number(count))
     places = (
         builder.gep(array, [builder.add(first, number(field))])
         for field in range(count)
@@ -255,6 +255,8 @@ def prefetch_row(address, width):
 
 @inlined
 def copy_few(target, source, nbytes):
+    """Copy few bytes; unlike :func:`copy_bytes`, without a call for 1, 4 and 8
+    bytes."""
     if nbytes == 4:  # the most frequent sizes, without a call of memcpy
         store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:

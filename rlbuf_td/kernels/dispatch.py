@@ -68,6 +68,7 @@ is_compiling = torch.compiler.is_compiling
 
 
 def backend_of(memory: Tensor) -> Backend:
+    """Return which form of an operation runs on a tensor's device."""
     if _forced is not None:
         return _forced
     if is_compiling():

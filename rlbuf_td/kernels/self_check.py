@@ -39,7 +39,8 @@ from rlbuf_td.kernels.wrappers.records import (
     WindowShape,
 )
 
-_ROWS, _BATCH = WEIGHTS + 300, 40
+_ROWS = WEIGHTS + 300
+_BATCH = 40
 _SERIALS = Serials(tail=7, written=7 + 20, steps=20, lanes=3)
 _CELLS = _SERIALS.steps * _SERIALS.lanes
 _LAW = WeightLaw(alpha=0.6, eps=1e-8, least=0.0, first=1.0)
@@ -76,6 +77,7 @@ def words_of(check: Callable[..., bool]) -> str:
 
 
 def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether uniform draws are those of the reference."""
     from rlbuf_td.kernels.draws.triton import uniform_rows_
 
     count, rows = 4096, 8
@@ -90,14 +92,17 @@ def draw_uniformly(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def read_and_write_rows(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether rows and their words are copied, gathered and scattered as with torch."""
     from rlbuf_td.kernels.rows.triton import RowWords
 
     extents = np.array([(0, 16), (16, 12), (28, 1), (29, 2)])
-    shape, byte = (_ROWS, 32), {"dtype": torch.uint8, "generator": generator}
+    shape = (_ROWS, 32)
+    byte = {"dtype": torch.uint8, "generator": generator}
     rows = torch.randint(256, shape, **byte).to(device)
     cells = torch.randperm(_ROWS, generator=generator)[:_BATCH].to(device)
     words = RowWords(extents, device)
-    block, start = words.read(rows, cells), 0
+    block = words.read(rows, cells)
+    start = 0
     room = len(block) // words.nbytes
     leaves = [rows[cells, begin : begin + size] for begin, size in extents.tolist()]
     for leaf in leaves:
@@ -106,7 +111,8 @@ def read_and_write_rows(device: torch.device, generator: torch.Generator) -> boo
         if not torch.equal(read, leaf):
             return False
     block = words.allocate(_BATCH)
-    sources, last = [ROW, LAST_ROW, ELSEWHERE, LAST_ROW], cells.flip(0)
+    sources = [ROW, LAST_ROW, ELSEWHERE, LAST_ROW]
+    last = cells.flip(0)
     block.fill_(0)
     RowWords(extents, device, sources).join(rows, cells, last, block)
     start = 0
@@ -116,7 +122,8 @@ def read_and_write_rows(device: torch.device, generator: torch.Generator) -> boo
         start += room * size
         if not torch.equal(joined, leaf * (source != ELSEWHERE)):
             return False
-    wanted, target = rows.clone(), cells.flip(0)
+    wanted = rows.clone()
+    target = cells.flip(0)
     wanted[target, :31] = torch.cat(leaves, 1)
     addresses = torch.tensor([leaf.data_ptr() for leaf in leaves], device=device)
     words.write(rows, target, addresses)
@@ -124,9 +131,11 @@ def read_and_write_rows(device: torch.device, generator: torch.Generator) -> boo
 
 
 def update_priorities(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether an update sets weights and sums of blocks, and skips stale and refused rows."""
     from rlbuf_td.kernels.sum_tree import triton
 
-    tree, largest = _empty_tree(device), torch.tensor(-1.0, device=device)
+    tree = _empty_tree(device)
+    largest = torch.tensor(-1.0, device=device)
     triton.enter_(tree, Run(WEIGHTS + 5, _ROWS - 2, _ROWS - 1), largest, _LAW)
     wanted = torch.ones_like(tree.magnitude)
     wanted[-1] = wanted[WEIGHTS + 4] = -1
@@ -156,6 +165,7 @@ def update_priorities(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether drawn rows lie in their segments, and have the right weights and stamps."""
     from rlbuf_td.kernels.draws.triton import stamps_of
     from rlbuf_td.kernels.sum_tree import triton
 
@@ -163,10 +173,9 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
     weight = torch.rand(_ROWS, generator=generator) - 0.3
     tree.weight.copy_(weight.clamp(min=0.0))
     triton.sum_blocks_(tree)
-    serials, stratification = (
-        Serials(7, 7 + _ROWS, _ROWS, 1),
-        stratification_of(_BATCH, True, 0.4, "buffer"),
-    )
+    replaced = 7  # rows
+    serials = Serials(tail=replaced, written=replaced + _ROWS, steps=_ROWS, lanes=1)
+    stratification = stratification_of(_BATCH, True, 0.4, "buffer")
     flat, importance, stamp = triton.draw(
         tree, _BATCH, generator, stratification, _ROWS, serials
     )
@@ -183,20 +192,24 @@ def draw_by_priority(device: torch.device, generator: torch.Generator) -> bool:
         bool((chosen > 0).all() & is_inside.all())
         and torch.allclose(importance, expected, rtol=1e-6, atol=0.0)
         and stamp is not None
-        and torch.equal(stamp, flat + _ROWS * (flat < 7))
+        and torch.equal(stamp, torch.where(flat < replaced, flat + _ROWS, flat))
         and torch.equal(stamp, stamps_of(flat, serials))
     )
 
 
 def note_episodes(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether a write notes the episodes of its rows as with torch."""
     from rlbuf_td.kernels.episodes.triton import EpisodeNotes
 
-    steps, lanes, count = 100, 3, 90
+    steps = 100
+    lanes = 3
+    count = 90
     rows = torch.randint(2, (steps * lanes, 8), generator=generator)
     rows = (rows * (torch.rand(rows.shape, generator=generator) < 0.2)).byte()
     rows = rows.to(device)
     numbers = torch.zeros(lanes, steps, 2, dtype=torch.int32, device=device)
-    wanted, serials = numbers.clone(), torch.zeros(3, lanes, dtype=torch.int64)
+    wanted = numbers.clone()
+    serials = torch.zeros(3, lanes, dtype=torch.int64)
     following = torch.tensor([[-1, 3, 0], [0, 1, 0]], device=device)
     notes = EpisodeNotes(np.array([(0, 1), (5, 2)]), 4, torch.uint8, device)
     for _ in range(3):
@@ -217,6 +230,7 @@ def note_episodes(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether sums of rewards over several steps are those of the reference."""
     from rlbuf_td.kernels.wrappers.triton import sum_steps
 
     n, gamma = 4, 0.9
@@ -237,6 +251,7 @@ def sum_rewards(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def list_windows(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether the rows of windows, and their masks, are those of the reference."""
     from rlbuf_td.kernels.wrappers import triton
 
     numbers, anchors = _episodes(device, generator)
@@ -260,10 +275,12 @@ def list_windows(device: torch.device, generator: torch.Generator) -> bool:
 
 
 def relabel_goals(device: torch.device, generator: torch.Generator) -> bool:
+    """Whether goals are chosen and copied as with torch."""
     from rlbuf_td.kernels.wrappers import triton
 
     numbers, cells = _episodes(device, generator)
-    shape, byte = (_CELLS, 32), {"dtype": torch.uint8, "generator": generator}
+    shape = (_CELLS, 32)
+    byte = {"dtype": torch.uint8, "generator": generator}
     rows = torch.randint(256, shape, **byte).to(device)
     owner = torch.arange(_CELLS, device=device).flip(0)
     thresholds = (0.3, 0.5, 0.7, 0.9)
@@ -278,7 +295,8 @@ def relabel_goals(device: torch.device, generator: torch.Generator) -> bool:
         chosen = (cells + steps * _SERIALS.lanes) % _CELLS
         is_random = (uniform >= 0.7) & (uniform < 0.9)
         any_row = ((uniform - 0.7) / (0.9 - 0.7) * _CELLS).long()
-        chosen, mask = torch.where(is_random, any_row, chosen)[owner], mask[owner]
+        chosen = torch.where(is_random, any_row, chosen)[owner]
+        mask = mask[owner]
         goals = [rows.new_zeros(_CELLS, size) for _ in range(2)]
         where = Goals(rows, offset, goals, _CELLS)
         how = numbers, _SERIALS, distribution, generator

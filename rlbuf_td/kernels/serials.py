@@ -39,8 +39,8 @@ IDLE, WRITING, PUBLISHED = range(3)
 class Serials(NamedTuple):
     """The serials of the live rows of a ring in time order, the same in all lanes."""
 
-    tail: int
-    written: int
+    tail: int  # of the oldest row
+    written: int  # of the row to write next
     steps: int  # slots of a lane
     lanes: int
 

@@ -29,10 +29,10 @@ _GOLDEN = 0.6180339887498949
 
 
 class Stratification(NamedTuple):
-    """How a compiled loop spreads draws over the segments, and weighs the drawn
-    rows."""
+    """How the draws of a batch are spread over the segments, and how the drawn rows are
+    weighed."""
 
-    step: int  # the result of :func:`step_of`
+    step: int  # see :func:`step_of`; 0: draws are independent
     beta: float  # exponent of the importance weights
     norm: int  # a value of :data:`NORMS`
 
@@ -59,16 +59,22 @@ def step_of(batch: int, stratified: bool) -> int:
 def stratification_of(
     batch: int, stratified: bool, beta: float, norm: str | None
 ) -> Stratification:
-    """Return how a compiled loop draws; the arguments are those of
-    :func:`rlbuf_td.kernels.sum_tree.draw`."""
+    """Return how a batch is drawn and weighed.
+
+    Args:
+        batch: the number of draws, ``B``.
+        stratified: whether to draw one row from each of ``B`` segments.
+        beta: exponent of the importance weights ``(N * P)^-beta``, not negative.
+        norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest
+            one in the buffer or in the batch; None: do not divide them.
+    """
     return Stratification(step_of(batch, stratified), beta, NORMS[norm])
 
 
-def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:
+def masses(uniform: Tensor, total: Tensor, step: int) -> Tensor:
     """Return the positions of ``B`` draws, float64 in ``[0, total)``, from ``[B]``
-    uniform numbers in ``[0, 1)``."""
+    uniform numbers in ``[0, 1)``; ``step`` is the result of :func:`step_of`."""
     batch = uniform.shape[0]
-    step = step_of(batch, stratified)
     if not step:
         return uniform * total
     first = (uniform[:1] * FIRST).to(torch.int64)

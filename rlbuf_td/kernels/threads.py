@@ -24,7 +24,9 @@ import torch
 # wake up
 LARGE = 2 << 20
 _PARTS = 4  # per thread
-_FIRST, _MOST_ALONE, _MOST_RECORDS = 2, 127, 64
+_FIRST = 2
+_MOST_ALONE = 127
+_MOST_RECORDS = 64
 
 
 class _Record:
@@ -37,9 +39,13 @@ class _Record:
 
     def __init__(self) -> None:
         # seconds with one thread; calls in one thread
-        self.alone, self.pause, self.left = inf, 0, _FIRST
+        self.alone = inf
+        self.pause = 0
+        self.left = _FIRST
 
     def note(self, seconds: float, in_threads: bool) -> None:
+        """Learn how long a call took with or without threads; slow threads pause for
+        twice as many calls."""
         if in_threads:
             self.pause = (
                 min(2 * self.pause + 1, _MOST_ALONE) if seconds > self.alone else 0
@@ -92,6 +98,8 @@ def all_parts(
 def _work_together(
     work: Callable[[int, int], bool], begin: int, end: int, threads: int
 ) -> bool:
+    """Let this thread and helpers do parts of ``begin .. end - 1``; return whether all
+    parts succeeded."""
     size = -(-(end - begin) // (threads * _PARTS))
     parts = deque(range(begin, end, size))
     results = []

@@ -177,7 +177,8 @@ def refuse_unordered(
     buffers = listeners_of(storage)
     attached = (getattr(buffer, "_writer", None) for buffer in buffers)
     for writer in (*writers, *attached):
-        keeps, kind = keeps_order(writer), type(writer).__name__
+        keeps = keeps_order(writer)
+        kind = type(writer).__name__
         if writer is None or keeps:
             continue
         needs = f"a {type(sampler).__name__} needs rows in time order"

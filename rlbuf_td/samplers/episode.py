@@ -175,6 +175,8 @@ class EpisodeSampler(SamplerWrapper):
             self.report_keys |= {"reward_to_go"}
 
     def _refuse_other_laws(self) -> None:
+        """Raise a TypeError if the wrapped sampler draws by another law than
+        uniformly."""
         sampler_inside = self.innermost
         is_uniform = getattr(type(sampler_inside), "draw", None) is self.default.draw
         options = (
@@ -298,7 +300,8 @@ class EpisodeSampler(SamplerWrapper):
         """Return the episodes of the rows ``anchors``, cut to windows of ``max_length``
         steps that contain the rows."""
         back, ahead, *_ = self.episodes_of(storage).spans(anchors)
-        length, first = back + ahead + 1, storage.ring.cells_after(anchors, -back)
+        length = back + ahead + 1
+        first = storage.ring.cells_after(anchors, -back)
         if self.max_length is None:
             return _Pieces(first, length, torch.zeros_like(back), length)
         most = self.max_length

@@ -114,6 +114,8 @@ def _caller(
     info_keys: Any,
     vectorized: bool,
 ) -> TransitionFn:
+    """Return a function of a batch that calls the environment's method ``name`` with
+    goals and infos."""
     compute = _method(env, name)
     info_keys = {name: nested_key(key) for name, key in (info_keys or {}).items()}
     keys = ("next", *as_tuple(achieved_goal_key)), nested_key(goal_key)
@@ -137,6 +139,8 @@ def _caller(
 
 
 def _method(env: object, name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of the environment, or of one that it wraps; TypeError
+    if there is none."""
     innermost = env
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env

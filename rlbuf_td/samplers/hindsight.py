@@ -152,7 +152,8 @@ class HindsightSampler(SamplerWrapper):
                 "for an environment with compute_reward, pass gymnasium_reward_fn(env)"
             )
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
-        self.strategy, self._shares = strategy, _cumulative(strategy)
+        self.strategy = strategy
+        self._shares = _cumulative(strategy)
         self.only_finished = only_finished
         self.future_gamma = future_gamma
         self.her_ratio = her_ratio
@@ -190,7 +191,8 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.ring.cells_after(drawn, steps)
         begin, end = distribution.thresholds[-2:]
         if begin < end:
-            is_random, live = (uniform >= begin) & (uniform < end), row_count(storage)
+            is_random = (uniform >= begin) & (uniform < end)
+            live = row_count(storage)
             number = (
                 ((uniform - begin) / (end - begin) * live).clamp(max=live - 1).long()
             )
@@ -198,7 +200,8 @@ class HindsightSampler(SamplerWrapper):
                 is_random, nth_rows(storage, torch.where(is_random, number, 0)), rows
             )
         if owner is not None:
-            rows, mask = rows[owner], mask[owner]
+            rows = rows[owner]
+            mask = mask[owner]
         achieved = storage.all_rows().column_at(("next", *self.achieved_goal_key), rows)
         where = mask.view(-1, *[1] * (achieved.ndim - 1))
         for key in goal_keys:
@@ -217,7 +220,7 @@ class HindsightSampler(SamplerWrapper):
     def _is_relabelled_by_kernel(self, storage: PackedStorage) -> bool:
         """Whether a kernel on a GPU chooses and copies goals: live rows lie in the
         cells from 0 on, or in all cells."""
-        return storage.all_rows().is_launched and storage.ring.numbered()[1]
+        return storage.all_rows().is_launched and storage.ring.numbered().are_cells
 
     def _launch(
         self,
@@ -228,7 +231,8 @@ class HindsightSampler(SamplerWrapper):
         serials: Serials,
     ) -> TensorDictBase:
         """Return the rows ``flat``, some of which a kernel on a GPU relabels."""
-        rows, goal_keys = storage.all_rows(), self._goal_keys(storage)
+        rows = storage.all_rows()
+        goal_keys = self._goal_keys(storage)
         numbers = self.episodes_of(storage).numbers
         batch = storage.gather(flat)
         outcome_key = ("next", *self.achieved_goal_key)
@@ -307,6 +311,8 @@ class HindsightSampler(SamplerWrapper):
         return _RelabelledReading(self, storage, size, is_stamped)
 
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
+        """Set the end flags of the relabeled rows in ``mask`` with
+        :attr:`terminated_fn`."""
         beside = self.reward_key[:-1]
         terminated, truncated, done = (
             leaf_of(batch, (*beside, key))
@@ -320,6 +326,7 @@ class HindsightSampler(SamplerWrapper):
         terminated.copy_(torch.where(where, new, terminated))
 
     def _revised_keys(self) -> Iterator[NestedKey]:
+        """Yield the keys of the entries that relabeling changes or adds."""
         yield from (
             self.goal_key,
             ("next", *self.goal_key),
@@ -347,11 +354,13 @@ class _RelabelledReading(Reading):
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
-        achieved, places = ("next", *wrapper.achieved_goal_key), self.rows.layout.places
+        achieved = ("next", *wrapper.achieved_goal_key)
+        places = self.rows.layout.places
         self.goals = np.array(
             [places[key] for key in (achieved, *wrapper._goal_keys(storage))], np.int64
         )
-        self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
+        self.wrapper = wrapper
+        self.reward = places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.relabel = machine_code(
             kernels.relabel, distribution=wrapper.distribution, goals=self.goals
@@ -363,9 +372,12 @@ class _RelabelledReading(Reading):
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if not super().__call__(slots, slot, flat, drawn, live):
             return False
-        wrapper, count, mask = self.wrapper, drawn.shape[0], slot.report["relabeled"]
+        wrapper = self.wrapper
+        count = drawn.shape[0]
+        mask = slot.report["relabeled"]
         uniform = self.uniform[:count]
         fill_uniform_(uniform, wrapper._rng)
+        live_rows = self.storage.ring.numbered()
         self.relabel(
             self.storage.episodes_now().address,
             self.address,
@@ -375,7 +387,8 @@ class _RelabelledReading(Reading):
             uniform.data_ptr(),
             count,
             wrapper.distribution,
-            *self.storage.ring.numbered(),
+            live_rows.rows,
+            live_rows.are_cells,
             self.goals,
         )
         wrapper.recompute_(slot.batch, mask, slot.leaves[self.reward])

@@ -146,12 +146,15 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         stop = min(start + batch_size, count)
         numbers = order[start:stop].clone()
         refuse_fake(numbers)
-        following, position, epoch = order, stop, self._epoch
+        following = order
+        position = stop
+        epoch = self._epoch
         ends = stop == count or (self.drop_last and count - stop < batch_size)
         if ends:
             # Draw the next order now: the generator then has the same state as with
             # TorchRL's class.
-            following, position = self._new_order(count, storage), 0
+            following = self._new_order(count, storage)
+            position = 0
             epoch = (epoch + 1) % self.epochs
         ran_out = ends and epoch == 0
         drawn = epoch * per_epoch - (-position // batch_size)
@@ -185,6 +188,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return self._order
 
     def _new_order(self, rows: int, storage: Storage) -> Tensor:
+        """Return the numbers of all rows in the order of the next epoch, ``[rows]``
+        int64."""
         device = device_of(storage)
         order = (
             permutation(rows, self._rng, device)
@@ -250,7 +255,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         """Restore a :meth:`state_dict`. ValueError if the saved order or position is
         invalid; nothing changes then."""
         with state_of(self):
-            order, rows = state_dict["order"], int(state_dict["len_storage"])
+            order = state_dict["order"]
+            rows = int(state_dict["len_storage"])
             epochs, epoch, position = (
                 int(state_dict[name]) for name in ("epochs", "epoch", "position")
             )

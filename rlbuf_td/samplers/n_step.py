@@ -148,9 +148,11 @@ class NStepSampler(SamplerWrapper):
     ) -> TensorDictBase:
         """Read the rows ``flat``, and sum the rewards of the next steps; see
         :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        n, rows = self.n_steps, storage.all_rows()
+        n = self.n_steps
+        rows = storage.all_rows()
         kind, of_agents = self._reward_of(storage), self._flags_of_agents(storage)
-        episodes, serials = self.episodes_of(storage), storage.ring.for_kernels()
+        episodes = self.episodes_of(storage)
+        serials = storage.ring.for_kernels()
         if serials is not None and self._is_summed_by_kernel(storage):
             return self._launch(flat, storage, episodes.numbers, serials)
         step = torch.arange(n, device=flat.device)
@@ -159,7 +161,8 @@ class NStepSampler(SamplerWrapper):
         # then the last row, repeated
         window = storage.ring.cells_after(flat[:, None], step.minimum(last[:, None]))
         if not self.takes_goals:
-            batch, steps = rows.joined_at(flat, window[:, -1]), None
+            batch = rows.joined_at(flat, window[:, -1])
+            steps = None
         # the wrapped sampler may change rewards and flags: let it read the rows of all
         # steps
         else:
@@ -218,8 +221,10 @@ class NStepSampler(SamplerWrapper):
         self, flat: Tensor, storage: PackedStorage, numbers: Tensor, serials: Serials
     ) -> TensorDictBase:
         """Return n-step transitions, which kernels on a GPU make."""
-        rows, leaf = storage.all_rows(), self._reward_of(storage)
-        offset, cells = rows.layout.offsets[leaf.key], flat.contiguous()
+        rows = storage.all_rows()
+        leaf = self._reward_of(storage)
+        offset = rows.layout.offsets[leaf.key]
+        cells = flat.contiguous()
 
         how = {"n": self.n_steps, "gamma": self.gamma}
 
@@ -245,7 +250,8 @@ class NStepSampler(SamplerWrapper):
     ) -> None:
         """Set the entries of ``("next", group)`` to those of the last row in the sum of
         each agent, ``last``, ``[B, agents]``."""
-        group, agents = self.reward_key[:-1], last.shape[1]
+        group = self.reward_key[:-1]
+        agents = last.shape[1]
         for leaf in storage.all_rows().layout.leaves:
             if leaf.key[: len(group)] != group:
                 continue
@@ -262,7 +268,8 @@ class NStepSampler(SamplerWrapper):
         *group, _ = self.reward_key
         if not self.per_agent or len(group) < 2:
             return []
-        layout, agents = storage.all_rows().layout, self._reward_of(storage).shape[:1]
+        layout = storage.all_rows().layout
+        agents = self._reward_of(storage).shape[:1]
         flags = (
             layout.leaf((*group, name)) for name in ("done", "terminated", "truncated")
         )
@@ -321,7 +328,8 @@ class _JoinedReading(Reading):
         self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool
     ) -> None:
         super().__init__(storage, size, is_stamped)
-        leaves, reward = self.rows.layout.leaves, wrapper._reward_of(storage)
+        leaves = self.rows.layout.leaves
+        reward = wrapper._reward_of(storage)
         kinds = [
             REWARD if leaf is reward else NEXT if leaf.key[0] == "next" else ROOT
             for leaf in leaves
@@ -335,7 +343,8 @@ class _JoinedReading(Reading):
         self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(shape)))]
         # of each sum, of rewards of agents that end together
         self.taken = torch.zeros(size, dtype=torch.int64, device="cpu")
-        self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
+        self.wrapper = wrapper
+        self.ends = np.zeros(size, np.int64)
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
         self.joined_at = self.joined.ctypes.data

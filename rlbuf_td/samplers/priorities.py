@@ -24,7 +24,7 @@ from rlbuf_td.kernels.dispatch import (
 )
 from rlbuf_td.kernels.host_memory import HostTensors, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import empty_draws
+from rlbuf_td.kernels.strata import Stratification, empty_draws
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, BlockUpdate, Run
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
@@ -34,7 +34,13 @@ from rlbuf_td.samplers.common import (
 )
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
+from rlbuf_td.storages.indexing import (
+    device_of,
+    flat_rows,
+    numbered,
+    row_count,
+    written_rows,
+)
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import Ring, refuse_stamps
@@ -67,20 +73,26 @@ class PriorityRule(ABC):
         """Create an empty table for the priorities of ``capacity`` rows."""
 
     def draw(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the
-        CPU) if no row can be drawn."""
+        CPU) if no row can be drawn.
+
+        Args:
+            uniform: ``[B]`` float64 numbers in ``[0, 1)``.
+            rows: the number of live rows.
+            law: how the rows are drawn and weighed.
+        """
         if backend_of(uniform) == "numba":
             flat, weight = empty_draws(uniform.shape[0])
-            self.draw_into(uniform, rows, stratified, norm, flat, weight)
+            self.draw_into(uniform, rows, law, flat, weight)
             return flat, weight
         self.refresh_weights()
-        return self.draw_with_torch(uniform, rows, stratified, norm)
+        return self.draw_with_torch(uniform, rows, law)
 
     @abstractmethod
     def draw_with_torch(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
         """Return what :meth:`draw` returns, on any device."""
 
@@ -88,8 +100,7 @@ class PriorityRule(ABC):
         self,
         batch: int,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         *,
         generator: torch.Generator | None,
         serials: Serials | None,
@@ -103,8 +114,7 @@ class PriorityRule(ABC):
         self,
         uniform: Tensor,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         flat: Tensor,
         weight: Tensor,
     ) -> None:
@@ -258,8 +268,10 @@ class Priorities:
     ``|td_error|``."""
 
     def __init__(self, rule: PriorityRule, capacity: int, device: Any) -> None:
-        self.rule, self.settings = rule, rule.settings
-        self.capacity, self.device = capacity, torch.device("cpu")
+        self.rule = rule
+        self.settings = rule.settings
+        self.capacity = capacity
+        self.device = torch.device("cpu")
         self._wanted = None if device is None else torch.device(device)
         self.serves = OneStorage()
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
@@ -323,17 +335,21 @@ class Priorities:
         If ``update.counts`` and the storage is given, the rows must have been written;
         otherwise, they may be new.
         """
-        rule, settings = self.rule, self.settings.values
+        rule = self.rule
+        settings = self.settings.values
         if storage is not None and self.serves._storage() is not storage:
             self.move_to(storage)
         if rule.weighs_rows and settings[ALPHA] != settings[WEIGHED]:
             rule.refresh_weights()
-        written, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
+        written = self.capacity
+        has_holes = False
+        ring = getattr(storage, "ring", None)
         if update.counts and storage is not None:
-            live, are_cells = (len(storage), True) if ring is None else ring.numbered()
-            written = live if are_cells else len(storage)
-            has_holes = live < written
-        form, arguments = self._form, None
+            live = numbered(storage)
+            written = live.rows if live.are_cells else len(storage)
+            has_holes = live.rows < written
+        form = self._form
+        arguments = None
         stale: int | Tensor = 0
         if form is not None and storage is not None and not has_holes:
             arguments = form.arguments(update, written)
@@ -493,7 +509,8 @@ class Priorities:
             # a spawned process keeps it
             self.file = None if folder is None and not self.is_shared else self.file
             return 0
-        file, magnitude = PriorityFile(storage), self.rule.table.magnitude
+        file = PriorityFile(storage)
+        magnitude = self.rule.table.magnitude
         stored, largest = file.read(storage)
         magnitude[: file.cells] = torch.where(
             stored < 0, -1.0, stored.clamp(min=self.rule.min_priority)
@@ -528,7 +545,8 @@ class Priorities:
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes
         priorities."""
-        rule, epoch = self.rule, getattr(storage, "epoch", None)
+        rule = self.rule
+        epoch = getattr(storage, "epoch", None)
         numbers = epoch, rule.table.address, rule.eps, rule.min_priority
         if numbers != self._record[0]:
             settings_at = addressof(rule.settings.values)
@@ -574,7 +592,8 @@ class Priorities:
         storage's ``max_size``."""
         self.serves.claim(storage)
         self._form, self._record = None, _NO_RECORD
-        device, capacity = device_of(storage), max(self.capacity, storage.max_size)
+        device = device_of(storage)
+        capacity = max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
             raise ValueError(
@@ -677,7 +696,8 @@ def _are_usual_windows(update: Update, storage: Any) -> bool:
     """Whether the loop can read windows, and the stamps of their rows, as they are."""
     if storage.ndim > 2:
         return False
-    tensors, rows = update.tensors, update.td_error.numel()
+    tensors = update.tensors
+    rows = update.td_error.numel()
     dtypes = [torch.int64, update.td_error.dtype]
     if update.stamp is not None:
         dtypes.append(torch.int64)

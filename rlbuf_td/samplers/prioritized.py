@@ -13,7 +13,11 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import LEAST_RATIO
+from rlbuf_td.kernels.strata import (
+    LEAST_RATIO,
+    Stratification,
+    stratification_of,
+)
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule, Update
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -25,7 +29,7 @@ from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.ring import SAMPLED_AT, LiveRows
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -112,7 +116,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self, storage: Storage, batch_size: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        flat, weight, _ = self._drawn(storage, batch_size, None)
+        flat, weight, _ = self._drawn(storage, batch_size, serials=None)
         return flat, {"priority_weight": weight}
 
     def draw_stamped(
@@ -129,35 +133,41 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return drawn rows, importance weights, and the serials of the rows if they
         are known."""
-        rows, rule = row_count(storage), self.rule
+        rows = row_count(storage)
+        rule = self.rule
         if not rows:
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
-        how = self.stratified, self.weight_norm
+        law = self._law(batch_size)
         if rule.is_launched:
             flat, weight, stamp = rule.launch_draw(
-                batch_size, rows, *how, generator=self._rng, serials=serials
+                batch_size, rows, law, generator=self._rng, serials=serials
             )
         else:
             device = rule.table.magnitude.device
             uniform = uniform_numbers(batch_size, self._rng, device)
-            flat, weight = rule.draw(uniform, rows, *how)
+            flat, weight = rule.draw(uniform, rows, law)
             stamp = None
         if self.weight_norm == "buffer":
             self.weight_watch.see(weight)
         return flat, weight, stamp
 
+    def _law(self, batch_size: int) -> Stratification:
+        """Return how a batch is drawn and weighed with the current settings."""
+        beta = self.settings.values[BETA]
+        return stratification_of(batch_size, self.stratified, beta, self.weight_norm)
+
     def draw_into(
         self,
         storage: PackedStorage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        if not live[0]:
+        if not live.rows:
             raise RuntimeError(EMPTY)
         if self.priorities.serves._storage() is not storage:
             self.priorities.serves.claim(storage)
@@ -165,8 +175,9 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             scratch.uniform_()
         else:
             fill_uniform_(scratch, self._rng)
-        how, weight = (self.stratified, self.weight_norm), report["priority_weight"]
-        self.rule.draw_into(scratch, live[0], *how, flat, weight)
+        weight = report["priority_weight"]
+        law = self._law(flat.shape[0])
+        self.rule.draw_into(scratch, live.rows, law, flat, weight)
         if self.weight_norm == "buffer":
             self.weight_watch.see(weight)
 
@@ -270,7 +281,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     def snapshot(self) -> State:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        capacity, largest = self.priorities.capacity, float(self.priorities.largest)
+        capacity = self.priorities.capacity
+        largest = float(self.priorities.largest)
         magnitude = alias_of(self.rule.table.magnitude[:capacity])
         return self._settings() | {
             "max_capacity": capacity,

@@ -81,7 +81,8 @@ class PriorityFile:
     def read(self, storage: PackedStorage) -> tuple[Tensor, float]:
         """Return the magnitudes that earlier processes have left, -1 for rows written
         since, and the largest so far."""
-        kept, cells = torch.full_like(self.magnitude, -1.0), written_rows(storage)
+        kept = torch.full_like(self.magnitude, -1.0)
+        cells = written_rows(storage)
         magnitude = self.magnitude[cells]
         is_kept = (
             magnitude.isfinite()

@@ -14,9 +14,9 @@ from torch import Tensor
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import stratification_of
+from rlbuf_td.kernels.strata import Stratification
 from rlbuf_td.samplers.common import NO_PRIORITY
-from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
+from rlbuf_td.samplers.priorities import ALPHA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import State, exponent
 from rlbuf_td.storages.lock import defer_sigint
@@ -48,22 +48,19 @@ class ProportionalRule(PriorityRule):
         return sum_tree.SumTree.empty(capacity, device)
 
     def draw_with_torch(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
-        beta = self.settings.values[BETA]
-        return sum_tree.draw(self.table, uniform, stratified, rows, beta, norm)
+        return sum_tree.draw(self.table, uniform, rows, law)
 
     def launch_draw(
         self,
         batch: int,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         *,
         generator: torch.Generator | None,
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        law = stratification_of(batch, stratified, self.settings.values[BETA], norm)
         return sum_tree.launch_draw(
             self.table, batch, law, rows, generator=generator, serials=serials
         )
@@ -72,19 +69,23 @@ class ProportionalRule(PriorityRule):
         self,
         uniform: Tensor,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         flat: Tensor,
         weight: Tensor,
     ) -> None:
-        settings, batch = self.settings.values, uniform.shape[0]
+        settings = self.settings.values
         if settings[ALPHA] != settings[WEIGHED]:
             self.refresh_weights()
-        places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
-        law = stratification_of(batch, stratified, settings[BETA], norm)
-        if not loop("sum_tree.cpu", "draw")(
-            self.table.address, *places, batch, law, rows
-        ):
+        has_rows = loop("sum_tree.cpu", "draw")(
+            self.table.address,
+            uniform.data_ptr(),
+            flat.data_ptr(),
+            weight.data_ptr(),
+            uniform.shape[0],
+            law,
+            rows,
+        )
+        if not has_rows:
             raise RuntimeError(NO_PRIORITY)
 
     def probability(self, flat: Tensor) -> Tensor:
@@ -298,6 +299,8 @@ class ProportionalSampler(Prioritized):
             self.rule.refresh_weights()
 
     def _from_torchrl(self, state: State) -> State:
+        """Return the state of TorchRL's ``PrioritizedSampler`` as one of this
+        sampler."""
         saved, largest = read_torchrl_priorities(state)
         capacity = max(len(saved), self.priorities.capacity)
         magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device="cpu")
@@ -317,7 +320,9 @@ def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[Tensor, float]:
         The magnitudes of the TD errors of N rows (``[N]`` float64, -1: no priority),
         and the largest magnitude so far, -1 if there is none.
     """
-    tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
+    tree = state["_sum_tree"]
+    alpha = float(state["_alpha"])
+    eps = float(state["_eps"])
     weight = torch.as_tensor(
         tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu"
     )

@@ -57,7 +57,8 @@ class QueueSampler(RowSampler):
     draws_once = True
 
     def __init__(self, writer: Queue, *, max_age: int | None = None) -> None:
-        self.writer, self.max_age = writer, optional(whole(0))("max_age", max_age)
+        self.writer = writer
+        self.max_age = optional(whole(0))("max_age", max_age)
         self.discarded = SharedCounter()  # how many rows were too old
 
     def draw(

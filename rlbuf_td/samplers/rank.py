@@ -12,8 +12,8 @@ from torch import Tensor
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.host_memory import outside_inference_mode
-from rlbuf_td.kernels.strata import stratification_of
-from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
+from rlbuf_td.kernels.strata import Stratification
+from rlbuf_td.samplers.priorities import ALPHA, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.numbers import SharedNumbers
 
@@ -40,30 +40,31 @@ class RankRule(PriorityRule):
             return rank_order.make_order(magnitude)
 
     def draw_with_torch(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None
+        self, uniform: Tensor, rows: int, law: Stratification
     ) -> tuple[Tensor, Tensor]:
         table = cast("rank_order.SortedOrder", self.table)
-        beta = self.settings.values[BETA]
-        return table.draw(self.ranks, uniform, stratified, beta, norm)
+        return table.draw(self.ranks, uniform, law)
 
     def draw_into(
         self,
         uniform: Tensor,
         rows: int,
-        stratified: bool,
-        norm: str | None,
+        law: Stratification,
         flat: Tensor,
         weight: Tensor,
     ) -> None:
-        settings, batch = self.settings.values, uniform.shape[0]
-        if settings[ALPHA] != self.ranks.alpha:
+        if self.settings.values[ALPHA] != self.ranks.alpha:
             self.refresh_weights()
-        places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
-        law = stratification_of(batch, stratified, settings[BETA], norm)
         table = cast("rank_order.ChunkedOrder", self.table)
         with table.lock:
             has_rows = loop("rank_order.cpu", "draw")(
-                table.address, self.ranks.compiled, *places, batch, law
+                table.address,
+                self.ranks.compiled,
+                uniform.data_ptr(),
+                flat.data_ptr(),
+                weight.data_ptr(),
+                uniform.shape[0],
+                law,
             )
         if not has_rows:
             raise RuntimeError(_NO_ROWS)
@@ -212,7 +213,8 @@ class RankSampler(Prioritized):
         if k < 1:
             raise ValueError(f"a batch has at least 1 segment, got k={k}")
         self.rule.refresh_weights()
-        rows, ranks = self.rule.table.count(), self.rule.ranks
+        rows = self.rule.table.count()
+        ranks = self.rule.ranks
         if not rows:
             raise RuntimeError(_NO_ROWS)
         edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (

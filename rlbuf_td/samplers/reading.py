@@ -47,9 +47,9 @@ class BatchSlot(NamedTuple):
     """A batch of uninitialised tensors."""
 
     targets: int  # address of an array with the addresses of the tensors
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # the stored entries, in the order of the layout
     batch: TensorDict  # of the leaves
-    report: dict[str, Tensor]
+    report: dict[str, Tensor]  # all other entries by name
 
 
 class BatchSlots:
@@ -67,7 +67,8 @@ class BatchSlots:
         is_complete: bool = False,
     ) -> None:
         self.is_complete = is_complete
-        self.layout, self.names = layout, [name for name, _ in named]
+        self.layout = layout
+        self.names = [name for name, _ in named]
         entries = [
             *((leaf.dtype, leaf.shape) for leaf in layout.leaves),
             *(entry for _, entry in named),
@@ -78,7 +79,8 @@ class BatchSlots:
         self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)
         self.set_targets = Struct(f"{len(entries)}q").pack_into
         self.address = self.targets.ctypes.data
-        self.batch_size, self.ready = torch.Size([size]), cast("list[BatchSlot]", [])
+        self.batch_size = torch.Size([size])
+        self.ready = cast("list[BatchSlot]", [])
 
     def take(self) -> BatchSlot:
         if not self.ready:
@@ -87,9 +89,12 @@ class BatchSlots:
         return self.ready.pop()
 
     def _slot(self, number: int) -> BatchSlot:
+        """Return a new batch, the addresses of whose tensors are in row ``number`` of
+        ``targets``."""
         # Not views of one tensor: changing a view in place would break autograd for the
         # other views.
-        tensors, count = self.memory.allocate(), len(self.layout.leaves)
+        tensors = self.memory.allocate()
+        count = len(self.layout.leaves)
         targets = self.address + number * self.targets.strides[0]
         self._locate(targets, map(Tensor.data_ptr, tensors))
         report = dict(zip(self.names, tensors[count:], strict=True))
@@ -177,7 +182,8 @@ class Reading:
     def targets_of(self, keys: Iterable[tuple[str, ...] | None]) -> np.ndarray:
         """Return the target and the size in bytes of each key's leaf, ``[n, 2]`` int64;
         size 0: there is none."""
-        places, sizes = self.rows.layout.places, self.rows.layout.extents[:, 1]
+        places = self.rows.layout.places
+        sizes = self.rows.layout.extents[:, 1]
         pairs = [
             (places[key], sizes[places[key]]) if key in places else (0, 0)
             for key in keys
@@ -187,10 +193,16 @@ class Reading:
     def __call__(
         self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int
     ) -> bool:
-        """Fill a batch with the rows ``flat``, ``[size]``; return False if one is not
-        below ``live``.
+        """Fill a batch with rows; return False, and fill nothing, if one of them does
+        not exist.
 
-        Each of the ``drawn`` rows has been expanded to equally many rows.
+        Args:
+            slots: where ``slot`` comes from.
+            slot: the batch.
+            flat: the cells of the rows, ``[size]`` int64.
+            drawn: the rows that the sampler has drawn; each has been expanded to
+                equally many of the rows ``flat``.
+            live: the number of cells that hold rows.
         """
         if self.rows.is_mapped:
             self.rows.ask_for(flat)

@@ -17,7 +17,7 @@ from rlbuf_td.samplers.row_sampler import RowSampler, drawn_into
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import number, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
-from rlbuf_td.storages.ring import Ring
+from rlbuf_td.storages.ring import LiveRows, Ring
 
 
 def _half_life(name: str, value: object) -> float:
@@ -30,6 +30,8 @@ def _half_life(name: str, value: object) -> float:
 
 
 def _window(name: str, value: object) -> int | None:
+    """Return a checked window, or None; fractions are cut, because schedulers of
+    TorchRL set them."""
     if (
         isinstance(value, Real)
         and not isinstance(value, bool)
@@ -129,13 +131,13 @@ class RecencySampler(RowSampler):
     def draw_into(
         self,
         storage: Storage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        rows = live[0]
+        rows = live.rows
         ring: Any = getattr(storage, "ring", None)
         if not rows:
             raise RuntimeError(EMPTY)
@@ -161,12 +163,15 @@ class RecencySampler(RowSampler):
         return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
     def _draw_by_lane(self, ring: Ring, uniform: Tensor) -> Tensor:
+        """Return drawn cells of lanes with unlike numbers of rows, for ``[B]`` uniform
+        numbers."""
         span, mass = self._mass_by_lane(to_device(ring.count, uniform.device))
         end = mass.cumsum(0)
-        position = torch.minimum(
-            uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(()))
-        )
+        total = end[-1]
+        below_total = torch.nextafter(total, mass.new_zeros(()))
+        position = torch.minimum(uniform * total, below_total)
         lane = torch.searchsorted(end, position, right=True)
+        # where the position lies in the mass of its lane, 0 to 1
         within = ((position - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
         if self.log_decay < 0:
             age = (

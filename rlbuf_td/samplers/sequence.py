@@ -22,6 +22,7 @@ from rlbuf_td.kernels.dispatch import (
 from rlbuf_td.kernels.wrappers import Windows, expand, launch_expand
 from rlbuf_td.kernels.wrappers.records import Expanded, WindowShape
 from rlbuf_td.samplers.common import EMPTY, permutation, setting
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import (
     FLAG,
@@ -52,6 +53,7 @@ from rlbuf_td.storages.indexing import (
 )
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lock import defer_sigint
+from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -238,13 +240,15 @@ class SequenceSampler(SamplerWrapper):
             "output_layout", output_layout
         )
         self.gives_windows = output_layout == "batch_time"
-        self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
+        self.slice_end_key = as_tuple(slice_end_key)
+        self.time_dim_name = time_dim_name
         self.length = length
         self.burn_in = burn_in
         self.boundary = boundary
         self.stride = stride
         self._refuse_stride()
-        self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
+        self.priority_rule = one_of("max", "mix")("priority", priority)
+        self.eta = eta
         beside = self.episode_keys.done_key[:-1]
         ends = (
             (None, None)
@@ -310,7 +314,7 @@ class SequenceSampler(SamplerWrapper):
         self,
         draw_into: Callable[..., None],
         storage: PackedStorage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
@@ -358,7 +362,8 @@ class SequenceSampler(SamplerWrapper):
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
-        anchors, window = flat.contiguous(), self.window
+        anchors = flat.contiguous()
+        window = self.window
         rows = self._expanded(storage, anchors)
         owner = None
         if self.takes_goals:
@@ -493,15 +498,19 @@ class SequenceSampler(SamplerWrapper):
 
     def _expanded(self, storage: PackedStorage, anchors: Tensor) -> Expanded:
         """Return the rows of the windows."""
-        ring, ndim, episodes = storage.ring, storage.ndim, self.episodes_of(storage)
-        shifts, crosses = self.boundary == "shift", self.across_episodes
+        ring = storage.ring
+        ndim = storage.ndim
+        episodes = self.episodes_of(storage)
+        shifts = self.boundary == "shift"
+        crosses = self.across_episodes
         shape = WindowShape(self.length, self.burn_in, shifts, crosses)
-        serials, is_paired = ring.for_kernels(), ndim == 2
+        serials = ring.for_kernels()
+        is_paired = ndim == 2
         if serials is not None and ndim <= 2 and storage.all_rows().is_launched:
             numbers = episodes.numbers
             return launch_expand(anchors, numbers, serials, shape, has_pairs=is_paired)
-        reach, size = self._reach(storage, anchors), (ring.steps, ring.lanes)
-        rows = expand(anchors, reach, *size, shape)
+        reach = self._reach(storage, anchors)
+        rows = expand(anchors, reach, ring.steps, ring.lanes, shape)
         if crosses:
             begins = episodes.spans(rows.flat).back == 0
             rows = rows._replace(first=rows.first | (rows.mask & begins))
@@ -546,9 +555,7 @@ class SequenceSampler(SamplerWrapper):
         yield from super()._revised_keys()
         yield from (key for key in self.flag_keys if key is not None)
 
-    def anchored(
-        self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor
-    ) -> tuple[Tensor, Tensor, Windows]:
+    def anchored(self, entries: Mapping[str, Any], update: Update) -> Update:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`. Raises ValueError if
         a window is incomplete."""
         mask, burn_in_mask, anchors = map(
@@ -558,15 +565,15 @@ class SequenceSampler(SamplerWrapper):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
         window = self.burn_in + self.length
-        if td_error.numel() % window:
-            fault = (
-                f"{td_error.numel()} TD errors are not whole windows of {window} rows"
-            )
+        rows = update.td_error.numel()
+        if rows % window:
+            fault = f"{rows} TD errors are not whole windows of {window} rows"
             raise ValueError(
                 f"{fault}: update priorities with the batch as it was sampled"
             )
         eta = 1.0 if self.priority_rule == "max" else self.eta
-        return anchors, td_error, Windows(mask, burn_in_mask, window, eta)
+        windows = Windows(mask, burn_in_mask, window, eta)
+        return update._replace(index=anchors, windows=windows)
 
     def update_priority(
         self, index: object, priority: object, *, storage: Storage | None = None
@@ -594,10 +601,10 @@ class SequenceSampler(SamplerWrapper):
                         "burn_in_mask": torch.zeros_like(learned),
                         "anchor_index": anchors,
                     }
-                    *errors, windows = SequenceSampler.anchored(
-                        self, entries, anchors, priority
-                    )
-                    index, priority = windows.reduced(*errors)
+                    update = Update(anchors, priority)
+                    update = SequenceSampler.anchored(self, entries, update).reduced()
+                    index = update.index
+                    priority = update.td_error
         super().update_priority(index, priority, storage=storage)
 
     def _learned(self, rows: Tensor, storage: Storage) -> Tensor | None:
@@ -643,7 +650,9 @@ class _WindowReading(Reading):
         inner: Reading,
     ) -> None:
         super().__init__(storage, count * wrapper.window, is_stamped)
-        self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
+        self.wrapper = wrapper
+        self.inner = inner
+        self.window = wrapper.window
         #: ``[B]`` int64, where the rows of windows with coordinates are listed; others
         # are listed in the index.
         self.listed = torch.zeros(
@@ -658,13 +667,9 @@ class _WindowReading(Reading):
         is_weighted = (
             is_stamped and self.window > 1 and wrapper.find_draw_into() is not None
         )
-        self.entries = [
-            *inner.entries,
-            *masks,
-            ("anchor_index", self.index),
-            *added,
-            *[WEIGHT] * is_weighted,
-        ]
+        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added]
+        if is_weighted:
+            self.entries.append(WEIGHT)
         weight = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.anchor_weights = {"priority_weight": weight} if is_weighted else {}
         targets = {

@@ -22,6 +22,7 @@ from rlbuf_td.storages.indexing import (
     row_count,
     stand_apart,
 )
+from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.torchrl_parts import last_step
 
 
@@ -110,13 +111,13 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     def draw_into(
         self,
         storage: Storage,
-        live: tuple[int, bool],
+        live: LiveRows,
         flat: torch.Tensor,
         report: dict[str, torch.Tensor],
         scratch: torch.Tensor,
     ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        rows, are_cells = live
+        rows = live.rows
         if self.max_age is not None:
             rows = self._drawable(storage)
         if not rows:
@@ -132,7 +133,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             flat.copy_(source.random_(0, rows, generator=generator))
         if self.max_age is not None:
             flat.copy_(_nth_young(storage, self.max_age, flat))
-        elif not are_cells:
+        elif not live.are_cells:
             flat.copy_(nth_rows(storage, flat))
 
     def _drawable(self, storage: Storage) -> int:
@@ -189,7 +190,8 @@ def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Te
     on."""
     if stand_apart(storage):
         return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
-    rows, lanes = len(storage), lanes_of(storage).numel()
+    rows = len(storage)
+    lanes = lanes_of(storage).numel()
     after_newest = (last_step(storage, rows // lanes) + 1) * lanes
     return (number + (after_newest - young_count(storage, max_age))) % rows
 
@@ -197,7 +199,8 @@ def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Te
 def _is_young(storage: Storage, max_age: int, flat: torch.Tensor) -> torch.Tensor:
     if hasattr(storage, "ring"):
         return (storage.ring.reach(flat)[1] <= max_age) & storage.ring.is_live(flat)
-    steps, lanes = len(storage) // lanes_of(storage).numel(), lanes_of(storage).numel()
+    steps = len(storage) // lanes_of(storage).numel()
+    lanes = lanes_of(storage).numel()
     return (last_step(storage, steps) - flat // lanes) % steps <= max_age
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form
-from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
     Setting,
     StatefulSampler,
@@ -22,6 +21,7 @@ from rlbuf_td.samplers.common import (
     refuse_unordered,
     reported_by,
 )
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.reading import Reading, Uncompiled
 from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.storages import PackedStorage
@@ -265,20 +265,16 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
             batch.names = [*batch.names[:-1], self.time_dim_name]
         return batch
 
-    def anchored(
-        self, entries: Mapping[str, Any], index: Tensor, td_error: Tensor
-    ) -> tuple[Tensor, Tensor, Windows | None]:
-        """Return the rows whose priorities a batch with these entries updates, and one
-        TD error per returned row.
+    def anchored(self, entries: Mapping[str, Any], update: Update) -> Update:
+        """Return the update of the rows whose priorities a batch with these entries
+        sets, for an update of all its rows.
 
-        With windows, both are still those of each row of the batch: the window's
-        anchor, and the row's TD error.
+        With windows, it still has a TD error for each row of the batch, and the row's
+        anchor in place of the row.
         """
-        return (
-            (index, td_error, None)
-            if self._inner is None
-            else self._inner.anchored(entries, index, td_error)
-        )
+        if self._inner is None:
+            return update
+        return self._inner.anchored(entries, update)
 
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")
@@ -306,14 +302,18 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         super().__setattr__(name, value)
 
     def _refuse_setting_of_inner(self, name: str) -> None:
-        sampler, path = self.__dict__.get("sampler"), "sampler"
+        """Raise an AttributeError if ``name`` is a setting of a sampler inside this
+        wrapper."""
+        sampler = self.__dict__.get("sampler")
+        path = "sampler"
         while sampler is not None:
             if isinstance(getattr(type(sampler), name, None), Setting):
                 raise AttributeError(
                     f"a {type(self).__name__} has no setting {name!r}, the {type(sampler).__name__} in it has: "
                     f"set {path}.{name} of this {type(self).__name__}"
                 )
-            sampler, path = sampler.__dict__.get("sampler"), f"{path}.sampler"
+            sampler = sampler.__dict__.get("sampler")
+            path = f"{path}.sampler"
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None
@@ -332,7 +332,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the
         state is invalid."""
         with state_of(self):
-            before, settings = self._settings(), state_dict["settings"]
+            before = self._settings()
+            settings = state_dict["settings"]
             # an older version may have fewer settings
             if not settings.keys() <= before.keys():
                 expected = f"a {type(self).__name__} has {sorted(before)}"
@@ -350,7 +351,8 @@ def environments_alternate(storage: PackedStorage) -> bool:
     """Whether environments alternate in the newest rows of the longest lane, see
     :func:`alternate`."""
     ring = storage.ring
-    count, lane = ring.count, int(ring.count.argmax())
+    count = ring.count
+    lane = int(ring.count.argmax())
     newest = np.zeros_like(count)
     newest[lane] = 1
     one = storage.gather(ring.newest_cells(newest))

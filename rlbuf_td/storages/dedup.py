@@ -224,56 +224,58 @@ class DedupLayout:
         return cls(layout, chosen) if chosen else None
 
     def _groups_and_parts(self) -> tuple[tuple[Group, ...], tuple[Part, ...]]:
-        names_at, groups, parts = (
-            self.stored.offsets[(ENTRY_NAMES,)],
-            list[Group](),
-            list[Part](),
-        )
+        """Return the records of the chosen groups and of their keys, for compiled
+        loops."""
+        names_at = self.stored.offsets[(ENTRY_NAMES,)]
+        groups: list[Group] = []
+        parts: list[Part] = []
+        places = self.layout.places
         for group in self.chosen:
-            first, into, pieces, sides = len(parts), 0, group.pieces, 1 + group.has_next
+            first_part = len(parts)
+            pieces = group.pieces
+            sides = 2 if group.has_next else 1
+            nbytes = 0  # of the keys so far in an entry
             for key in group.keys:
                 leaf = self.deduplicated[key]
                 outer = prod(leaf.shape[: group.dim]) if pieces > 1 else 1
                 inner = leaf.nbytes // outer // pieces
-                following = (
-                    self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
+                part = Part(
+                    into=nbytes,
+                    inner=inner,
+                    outer=outer,
+                    pitch=inner * pieces,
+                    root=places[key],
+                    next=places[("next", *key)] if group.has_next else 0,
                 )
-                parts.append(
-                    Part(
-                        into,
-                        inner,
-                        outer,
-                        inner * pieces,
-                        self.layout.places[key],
-                        following,
-                    )
-                )
-                into += inner * outer
-            bits = ((_CHUNK - 1) // into).bit_length()
-            groups.append(
-                Group(
-                    names_at,
-                    pieces,
-                    sides,
-                    pieces * sides,
-                    into,
-                    bits,
-                    first,
-                    len(parts),
-                )
+                parts.append(part)
+                nbytes += inner * outer
+            record = Group(
+                names_at=names_at,
+                pieces=pieces,
+                sides=sides,
+                names=pieces * sides,
+                nbytes=nbytes,
+                bits=((_CHUNK - 1) // nbytes).bit_length(),
+                first_part=first_part,
+                past_part=len(parts),
             )
-            names_at += 4 * pieces * sides
+            groups.append(record)
+            names_at += 4 * record.names
         return tuple(groups), tuple(parts)
 
     def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
+        """Return how many bytes each deduplicated key saves in ``cells`` rows, with
+        ``used`` entries of each group."""
         saved = {}
         for group, entries in zip(self.groups, used, strict=True):
-            for p in range(group.first_part, group.past_part):
-                width = self.parts[p].inner * self.parts[p].outer
-                # its share of the names' bytes
+            for part in self.parts[group.first_part : group.past_part]:
+                width = part.inner * part.outer  # of the key in an entry
+                in_rows = cells * width * group.names  # without deduplication
+                in_entries = entries * width
+                # its share of the int32 names that rows hold instead
                 names = round(4 * cells * group.names * width / group.nbytes)
-                key = self.layout.leaves[self.parts[p].root].key
-                saved[key] = cells * width * group.names - entries * width - names
+                key = self.layout.leaves[part.root].key
+                saved[key] = in_rows - in_entries - names
         return saved
 
     def state(self) -> list[list[Any]]:

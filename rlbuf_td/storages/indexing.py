@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.torchrl_parts import columns_or_none, listeners_of
 
@@ -67,17 +68,17 @@ def lanes_of(storage: Storage) -> torch.Size:
     return lanes or storage.shape[1:]
 
 
-def numbered(storage: Storage) -> tuple[int, bool]:
+def numbered(storage: Storage) -> LiveRows:
     """Return the number of written rows, and whether the number of each is its flat
-    index, see :meth:`Ring.numbered`."""
+    index."""
     if hasattr(storage, "ring"):
         return storage.ring.numbered()
-    return len(storage), True
+    return LiveRows(len(storage), True)
 
 
 def row_count(storage: Storage) -> int:
     """Return the number of written rows, without holes."""
-    return numbered(storage)[0]
+    return numbered(storage).rows
 
 
 def nth_rows(storage: Storage, number: torch.Tensor) -> torch.Tensor:

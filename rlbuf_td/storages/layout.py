@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +55,13 @@ class _Node:
     leaves: tuple[tuple[str, int], ...]  # (name, leaf index)
     nodes: tuple[tuple[str, _Node], ...]
     batch_size: torch.Size
+
+
+class _Expected(NamedTuple):
+    """The shapes of the leaves of data, for the last ``lead`` dims."""
+
+    lead: torch.Size | None
+    shapes: list[torch.Size]
 
 
 class RowLayout:
@@ -106,8 +113,7 @@ class RowLayout:
         }
         # for the last (lead, device)
         self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))
-        # lead dims, leaf shapes
-        self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])
+        self._expected = _Expected(None, [])
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
         # Dtype of the stored matrix; with float32, the float32 leaves of a gathered
         # batch need no view.
@@ -236,15 +242,12 @@ class RowLayout:
         if unknown and "index" in data.keys() and ("index",) not in self.places:
             leaves, unknown = self.find(data.exclude("index"))
         expected = self._expected
-        if lead != expected[0]:
-            self._expected = expected = (
-                lead,
-                [lead + leaf.shape for leaf in self.leaves],
-            )
+        if lead != expected.lead:
+            shapes = [lead + leaf.shape for leaf in self.leaves]
+            self._expected = expected = _Expected(lead, shapes)
         try:
-            for slot, (leaf, shape) in enumerate(
-                zip(self.leaves, expected[1], strict=True)
-            ):
+            pairs = zip(self.leaves, expected.shapes, strict=True)
+            for slot, (leaf, shape) in enumerate(pairs):
                 value = leaves[slot]
                 if (
                     not isinstance(value, torch.Tensor)

@@ -101,9 +101,13 @@ def alternate(rows: TensorDictBase, goes_on: Tensor) -> bool:
     keys = [key for key in values if is_observed(key, values)]
     if not keys or len(rows) < 2:
         return False
-    here, there = hashes(values, (), keys), hashes(values, ("next",), keys)[:-1]
+    observations = hashes(values, (), keys)
+    next_observations = hashes(values, ("next",), keys)[:-1]
     goes_on = goes_on[:-1].cpu()
-    apart = goes_on & (there != here[1:])
-    is_later = (there[:, None] == here).triu(2).any(1)
-    count = int(apart.sum())
-    return 2 * count > int(goes_on.sum()) and 2 * int((apart & is_later).sum()) >= count
+    # the following row has another observation
+    is_apart = goes_on & (next_observations != observations[1:])
+    # a row after the following one has this observation
+    is_later = (next_observations[:, None] == observations).triu(2).any(1)
+    apart_count = int(is_apart.sum())
+    later_count = int((is_apart & is_later).sum())
+    return 2 * apart_count > int(goes_on.sum()) and 2 * later_count >= apart_count

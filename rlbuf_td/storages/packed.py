@@ -556,7 +556,9 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: a row holds several steps.
         """
         self._take_edits()
-        ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
+        # without rows, the property looks for those that another process has allocated
+        ring = self._ring if self.rows is not None else self.ring
+        episodes = self.episodes
         if episodes is None:
             # raises an error
             episodes = Episodes(self.all_rows(), ring, self.episode_keys)
@@ -777,25 +779,26 @@ class PackedStorage(LazyTensorStorage):
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
-        lanes, lanes_first = write.lanes, write.lanes_first
+        lanes = write.lanes
+        time_dim = 1 if write.lanes_first else 0
         if type(write.data) is not TensorDict:
             data = self.as_rows(write.data, self._lead_dims(write))
             write = write._replace(data=data)
         with self.lock:
             size = write.data.batch_size
-            if len(size) <= lanes_first and not write.is_single:
+            if len(size) <= time_dim and not write.is_single:
                 refuse_shape(write.data, self._lead_dims(write))
-            count = 1 if write.is_single else size[lanes_first]
+            count = 1 if write.is_single else size[time_dim]
             if not count:
                 raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
             if plan is None or plan.changes != plan.listeners.changes:
                 plan = self._plan_writes(write)
-            lead = plan.rows.lanes
+            lead = plan.rows.lanes  # the dims of the data that number rows
             if lanes is not None:
                 write = write._replace(lanes=as_lanes(lanes, count))
                 lead = size[:1]
-            elif lanes_first:
+            elif write.lanes_first:
                 lead += size[1:2]
             elif not write.is_single:
                 lead = size[:1] + lead
@@ -1115,8 +1118,8 @@ class PackedStorage(LazyTensorStorage):
         return True
 
     def reserve_again(self, data: TensorDictBase, lead_dims: int) -> None:
-        """Reserve rows for other data than was known when rows were reserved, for as
-        many lanes."""
+        """Replace reserved rows by rows for ``data``, for the same number of lanes; the
+        data has ``lead_dims`` dims that number rows."""
         with self.lock:
             if self.is_reserved and not self.is_reserved_for(data, lead_dims):
                 row = cast("TensorDictBase", data[(0,) * lead_dims])

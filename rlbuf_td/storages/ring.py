@@ -24,7 +24,7 @@ rows fill these holes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,15 @@ from rlbuf_td.storages.checks import State, saved_number
 #: Entry of a prioritized batch: the serial of each row, its *stamp*, ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
 _MOST = 1 << 62
+
+
+class LiveRows(NamedTuple):
+    """How many rows are live, and how a number below this count names one."""
+
+    rows: int
+    #: Whether the row with a number lies in the cell with this number; otherwise,
+    #: :meth:`Ring.cell_of` finds its cell.
+    are_cells: bool
 
 
 class Ring:
@@ -147,7 +156,7 @@ class Ring:
 
     def __len__(self) -> int:
         """Return the number of live rows."""
-        return self.numbered()[0]
+        return self.numbered().rows
 
     @property
     def longest(self) -> int:
@@ -161,8 +170,8 @@ class Ring:
     @property
     def holes(self) -> int:
         """The number of holes in the time steps up to :attr:`longest`."""
-        rows, are_cells = self.numbered()
-        return 0 if are_cells else self.longest * self.lanes - rows
+        live = self.numbered()
+        return 0 if live.are_cells else self.longest * self.lanes - live.rows
 
     @property
     def together(self) -> bool:
@@ -179,20 +188,22 @@ class Ring:
         """The slot of the next row, of lanes that stand together."""
         return self.numbers[self.lanes] % self.steps
 
-    def numbered(self) -> tuple[int, bool]:
-        """Return the number of live rows, and whether the number of each is its cell,
-        see :meth:`cell_of`."""
+    def numbered(self) -> LiveRows:
+        """Return the number of live rows, and whether the number of each is its
+        cell."""
         common = (
             (self.numbers[0], self.numbers[1]) if self.lanes == 1 else self.common()
         )
         if common is None:
             count = self.count
             are_equal = bool((count == count[0]).all())
-            return int(count.sum()), are_equal and bool(
-                count[0] == self.steps or not (self.tail % self.steps).any()
-            )
-        steps = common[1] - common[0]
-        return steps * self.lanes, steps == self.steps or not common[0] % self.steps
+            is_full = count[0] == self.steps
+            begin_at_0 = not (self.tail % self.steps).any()
+            return LiveRows(int(count.sum()), are_equal and bool(is_full or begin_at_0))
+        tail, written = common
+        steps = written - tail
+        are_cells = steps == self.steps or not tail % self.steps
+        return LiveRows(steps * self.lanes, are_cells)
 
     @property
     def newest(self) -> int:
@@ -396,7 +407,9 @@ class Ring:
         The number itself is the cell while the live rows fill all cells, or the cells
         from 0 on; otherwise, numbers go lane after lane.
         """
-        return number if self.numbered()[1] else self.newest_of(number, self.count)
+        if self.numbered().are_cells:
+            return number
+        return self.newest_of(number, self.count)
 
     def newest_of(self, number: Tensor, count: np.ndarray) -> Tensor:
         """Return the cells of the newest ``count`` rows of each lane with these

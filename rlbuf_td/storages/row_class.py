@@ -51,12 +51,11 @@ def wrap(rows: Any, row_class: RowClass | None) -> Any:
 
 def loaded(state: RowClass | None) -> RowClass | None:
     """Return a saved class, or None, with a warning, if its module is not imported."""
-    for level in state or ():
-        "".join(level[0])  # a TypeError unless the path is text
-        module, name = level[1], level[2]
+    for path, module, name in state or ():
+        "".join(path)  # a TypeError unless the path is text
         cls: Any = sys.modules.get(module)
-        for step in name.split("."):
-            cls = getattr(cls, step, None)
+        for part in name.split("."):  # of a nested class
+            cls = getattr(cls, part, None)
         cls = _KNOWN.get((module, name), cls)
         if not is_tensorclass(cls):
             what = f"rows were saved as {module}.{name}, which is not imported"

@@ -69,6 +69,11 @@ def keeps_order(writer: object) -> bool | None:
     return False if isinstance(writer, TensorDictMaxValueWriter) else None
 
 
+def loses_order(writer: object) -> bool:
+    """Whether it is known that a writer does not keep rows in time order."""
+    return keeps_order(writer) is False
+
+
 def columns_or_none(storage: Storage) -> Any:
     # an ensemble of storages has no entries of its own
     return getattr(storage, "_storage", None)

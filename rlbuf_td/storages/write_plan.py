@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from rlbuf_td.storages.writes import Write
 
 _MOST_SIZES = 8  # batch sizes whose dtypes and shapes are kept
+# arguments of the kernel, see `kernels.batch.write_cpu.write`
+_WHOLE_STEPS = 0  # instead of the address of lanes
+_TIME_FIRST = False  # the dims of the data: time steps, then lanes
+_NO_INDEX = 0  # the index of the rows is not returned
+_NO_RECORD = 0  # new rows get no priority
+_ENDS = False  # the kernel ends the write
 
 
 class WritePlan(ABC):
@@ -92,21 +98,11 @@ class CompiledWrites(WritePlan):
         from rlbuf_td.kernels.batch import RING, write_cpu
 
         super().__init__(storage)
-        rows, ring, episodes, self.codes = (
-            self.rows,
-            self.ring,
-            storage.episodes,
-            write_cpu,
-        )
-        stages = [
-            (
-                listener,
-                listener._stage_of_writes()
-                if isinstance(listener, Listener)
-                else Stage(),
-            )
-            for listener in self.listeners
-        ]
+        rows = self.rows
+        ring = self.ring
+        episodes = storage.episodes
+        self.codes = write_cpu
+        stages = [(listener, _stage_of(listener)) for listener in self.listeners]
         #: How the kernel sets priorities of new rows.
         entered = next((stage for _, stage in stages if stage.loop), Stage())
         self.priorities = entered.priorities
@@ -140,10 +136,8 @@ class CompiledWrites(WritePlan):
             else write_cpu.write_entries.address,
             enter=0 if entered.loop is None else entered.loop.address,
         )
-        self.address, self.kernel = (
-            self.ring_record.ctypes.data,
-            loop("batch.write_cpu", "write"),
-        )
+        self.address = self.ring_record.ctypes.data
+        self.kernel = loop("batch.write_cpu", "write")
         self.lock = Lock()
 
     def write(
@@ -151,20 +145,19 @@ class CompiledWrites(WritePlan):
     ) -> Any:
         """See :class:`WritePlan`."""
         leaves = self._read(write.data, lead)  # kept alive for the kernel
-        lanes, is_told = write.lanes, write.is_told
-        entries, priorities = self.entries, self.priorities if is_told else None
-        index, pairs = None, bool(self.rows.lanes)
-        if pairs or not write.is_single:
+        lanes = write.lanes
+        entries = self.entries
+        priorities = self.priorities if write.is_told else None
+        index = None
+        has_pairs = bool(self.rows.lanes)  # of a time step and a lane
+        if has_pairs or not write.is_single:
             rows = lead.numel()
-            index = torch.empty(
-                (rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu"
-            )
-        arguments = (
-            0 if lanes is None else lanes.data_ptr(),
-            write.lanes_first,
-            0 if index is None else index.data_ptr(),
-        )
-        goes_on = is_told and (
+            shape = (rows, 2) if has_pairs else (rows,)
+            index = torch.empty(shape, dtype=torch.int64, device="cpu")
+        lanes_at = _WHOLE_STEPS if lanes is None else lanes.data_ptr()
+        index_at = _NO_INDEX if index is None else index.data_ptr()
+        # the caller of the kernel has more to do before the write ends
+        goes_on = write.is_told and (
             self.has_others or (priorities is not None and priorities.file is not None)
         )
         try:
@@ -172,23 +165,28 @@ class CompiledWrites(WritePlan):
                 if entries is not None:
                     entries.reserve(lead.numel())
                     entries.begin(self.ring.head[:2])
-                entry = (
-                    0
-                    if priorities is None
-                    else priorities.record_at(storage, self.ring)
-                )
+                entry = _NO_RECORD
+                if priorities is not None:
+                    entry = priorities.record_at(storage, self.ring)
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(self.address, count, *arguments, entry, goes_on)
-                if code >= self.codes.IN_CELLS:
+                    code = self.kernel(
+                        self.address,
+                        count,
+                        lanes_at,
+                        write.lanes_first,
+                        index_at,
+                        entry,
+                        goes_on,
+                    )
+                if not self._is_refusal(code):
                     break
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:
                 entries.end()
             new_index = code if index is None else index
             if write.record is not None:
-                write.record(
-                    self.sources
-                )  # before others, which may write: new `sources`
+                # before others are told, who may write: then `sources` are new
+                write.record(self.sources)
             if goes_on:
                 if priorities is not None:
                     priorities.keep_new(new_index, storage)
@@ -226,10 +224,12 @@ class CompiledWrites(WritePlan):
         """Write one time step, or the first ``count`` rows; return whether they have
         been written.
 
-        If not, nothing has changed, and :meth:`write` removes the reason. The plan
-        :attr:`tells_nobody`.
+        If not, nothing has changed, and :meth:`write` removes the reason. The caller
+        has asked whether the plan :attr:`tells_nobody`.
         """
-        entries, priorities, entry = self.entries, self.priorities, 0
+        entries = self.entries
+        priorities = self.priorities
+        entry = _NO_RECORD
         if entries is not None:
             entries.reserve(count if staged.lane_ids else self.ring.lanes)
             entries.begin(self.ring.head[:2])
@@ -237,10 +237,15 @@ class CompiledWrites(WritePlan):
             entry = priorities.record_at(storage, self.ring)
         with self.lock if priorities is None else priorities.rule.table.lock:
             code = self.kernel(
-                *(staged.record, count, staged.lane_ids, False),
-                *(0, entry, False),
+                staged.record,
+                count,
+                staged.lane_ids,
+                _TIME_FIRST,
+                _NO_INDEX,
+                entry,
+                _ENDS,
             )
-        if code < self.codes.IN_CELLS:
+        if self._is_refusal(code):
             return False
         if entries is not None:
             entries.end()
@@ -268,6 +273,10 @@ class CompiledWrites(WritePlan):
             places = addresses_of(leaves)
         self.set_sources(self.sources.data, 0, *places)
         return leaves
+
+    def _is_refusal(self, code: int) -> bool:
+        """Whether the kernel has written nothing, and ``code`` is the reason."""
+        return code < self.codes.IN_CELLS
 
     def _mend(
         self,
@@ -404,6 +413,11 @@ class TorchWrites(WritePlan):
                 listener._mark_run(index, first, count)
             else:
                 listener.mark_update(index)
+
+
+def _stage_of(listener: Any) -> Stage:
+    """Return what a listener does in a compiled write."""
+    return listener._stage_of_writes() if isinstance(listener, Listener) else Stage()
 
 
 def unwritable(storage: PackedStorage) -> str:

@@ -92,8 +92,8 @@ BREAKS = [
     Break(
         "a kernel ends an episode one row early",
         "kernels/episodes/triton.py",
-        "left = closing + ago + place + 1",
-        "left = closing + ago + place",
+        "left = closing + ago + position + 1",
+        "left = closing + ago + position",
         "tests/kernels/test_triton.py -k noted",
     ),
     Break(
@@ -120,7 +120,7 @@ BREAKS = [
     Break(
         "an episode goes on before the oldest row",
         "kernels/episodes/cpu.py",
-        "return min(back, rows_before(of, lane, slot)) if back else back",
+        "return min(back, rows_before(numbers, lane, slot)) if back else back",
         "return back",
         "tests/test_lockstep.py",
     ),
@@ -184,8 +184,8 @@ BREAKS = [
     Break(
         "new rows get half the largest magnitude",
         "kernels/batch/write_cpu.py",
-        "fill(tree, start, head, _entry(given), alpha, given.eps)",
-        "fill(tree, start, head, _entry(given) / 2, alpha, given.eps)",
+        "fill(tree, start, head, _entry(record), alpha, record.eps)",
+        "fill(tree, start, head, _entry(record) / 2, alpha, record.eps)",
         "tests/samplers/test_prioritized.py -k new_rows",
     ),
     Break(
@@ -226,8 +226,8 @@ BREAKS = [
     Break(
         "hindsight takes the goal before the step",
         "samplers/hindsight.py",
-        'achieved, places = ("next", *wrapper.achieved_goal_key), ',
-        "achieved, places = wrapper.achieved_goal_key, ",
+        'achieved = ("next", *wrapper.achieved_goal_key)',
+        "achieved = wrapper.achieved_goal_key",
         "tests/samplers/test_hindsight.py",
     ),
     Break(
@@ -261,8 +261,8 @@ BREAKS = [
     Break(
         "minibatches share a row",
         "samplers/minibatch.py",
-        "following, position, epoch = order, stop, self._epoch",
-        "following, epoch = order, self._epoch\n        position = max(start + 1, stop - (stop < count))",
+        "position = stop\n",
+        "position = max(start + 1, stop - (stop < count))\n",
         "tests/samplers/test_minibatch.py",
     ),
     Break(
@@ -283,8 +283,8 @@ BREAKS = [
     Break(
         "the last place of a reservoir is never replaced",
         "writers/reservoir.py",
-        "min(int(place * steps), steps - 1)",
-        "int(place * (steps - 1))",
+        "min(int(slot * steps), steps - 1)",
+        "int(slot * (steps - 1))",
         "tests/writers/test_reservoir.py",
     ),
     Break(
@@ -486,7 +486,7 @@ BREAKS = [
     Break(
         "a step that resets keeps the first observation of the next episode",
         "envs/gymnasium_recorder.py",
-        '        is_reset = ends and self._mode == "SameStep"',
+        '        is_reset = has_ended and self._mode == "SameStep"',
         "        is_reset = False",
         "tests/envs/test_gymnasium_recorder.py",
     ),

@@ -214,7 +214,7 @@ class ByThrees(ReplayBuffer):
         if len(self.kept) < 3:
             return 0
         kept, self.kept = self.kept, []
-        return [super(ByThrees, self).add(each) for each in kept][-1]
+        return [super(ByThrees, self).add(step) for step in kept][-1]
 
 
 class Counts(RingWriter):
@@ -279,7 +279,7 @@ def test_a_step_becomes_the_row_that_add_writes(kind, lanes, tmp_path):
         twins.check()
     if hasattr(twins.rb, "kept"):
         twins.write(2)
-        assert_same(*(torch.stack(each.kept[-2:]) for each in twins.both))
+        assert_same(*(torch.stack(buffer.kept[-2:]) for buffer in twins.both))
 
 
 # -- what steps consist of
@@ -417,38 +417,43 @@ def test_numbers_of_other_types_are_cast_in_the_first_and_in_later_steps(at):
 
 
 def test_tensors_of_any_kind_are_steps():
-    rb, twin = (over()(Path()) for _ in range(2))
-    weights = torch.ones(2, dtype=torch.complex64)
+    make_buffer = over()
+    rb = make_buffer(Path())
+    twin = make_buffer(Path())
+    wave = torch.ones(2, dtype=torch.complex64)
+    conjugate = wave.conj()
+    reward = torch.tensor(0.5)
+    terminated = torch.tensor(False)
+    truncated = torch.tensor(True)
     for number in range(4):
-        before = TensorDict({"place": torch.full((2,), float(number))})
-        after = TensorDict(
-            {"place": torch.full((2,), number + 1.0, requires_grad=True)}
-        )
-        outcome = torch.tensor(0.5), after, torch.tensor(False), torch.tensor(True)
-        more = {"wave": weights.conj(), "obs": torch.ones(3).t(), "reward": 1}
+        action = torch.tensor(number)
+        obs = TensorDict({"place": torch.full((2,), float(number))})
+        with_grad = torch.full((2,), number + 1.0, requires_grad=True)
+        next_obs = TensorDict({"place": with_grad})
         rb.add_step(
-            observation=before,
-            action=torch.tensor(number),
-            reward=outcome[0],
-            next_observation=after,
-            terminated=outcome[2],
-            truncated=outcome[3],
-            **{"wave": more["wave"], "obs": 1.0},
+            observation=obs,
+            action=action,
+            reward=reward,
+            next_observation=next_obs,
+            terminated=terminated,
+            truncated=truncated,
+            wave=conjugate,
+            obs=1.0,
         )
-        data = make_transition(
-            before, torch.tensor(number), *outcome, wave=more["wave"]
+        row = make_transition(
+            obs, action, reward, next_obs, terminated, truncated, wave=conjugate
         )
-        twin.add(data.detach().set("obs", torch.tensor(1.0)))
+        twin.add(row.detach().set("obs", torch.tensor(1.0)))
     assert_same(rb[:], twin[:])
-    low = torch.ones(2, dtype=torch.bfloat16)
+    low_precision = torch.ones(2, dtype=torch.bfloat16)
     rb.add_step(
-        observation={"place": low},
+        observation={"place": low_precision},
         action=1,
         reward=0.0,
-        next_observation={"place": low},
+        next_observation={"place": low_precision},
         terminated=False,
         truncated=False,
-        wave=weights,
+        wave=wave,
         obs=0.0,
     )
     assert rb[-1]["place"].tolist() == [1.0, 1.0]
@@ -553,12 +558,12 @@ def test_steps_go_on_after_what_changes_a_buffer(change, kind, tmp_path):
         CHANGES[change](twins, tmp_path / str(count))
         if count == 5:  # another write is the first one after the change
             row = transition(**twins.steps.make(LANES))
-            for each in twins.both:
-                each.add(row.clone())
+            for buffer in twins.both:
+                buffer.add(row.clone())
         twins.write(3)
         twins.write_lanes(2, 0, 0)
         twins.check()
-        others = [vars(each).get("other") for each in twins.both]
+        others = [vars(buffer).get("other") for buffer in twins.both]
         if others[0] is not None:
             assert state_of(others[0])[0] == state_of(others[1])[0]
 
@@ -730,8 +735,8 @@ def test_a_refused_step_changes_nothing_and_the_next_one_is_written(name, is_fir
     twins = Twins(KINDS["proportional", None], Path())
     if is_first:
         row = transition(**twins.steps.make())
-        for each in twins.both:
-            each.add(row)
+        for buffer in twins.both:
+            buffer.add(row)
     else:
         twins.write(3)
     step = twins.steps.make()

@@ -144,8 +144,8 @@ USES |= {
 }
 USES |= {"copied": lambda folder: copy.deepcopy(played("n-step, ids", folder))}
 USES |= {
-    each.__name__: each
-    for each in (prefetching, looked_at, with_lanes, recorded, of_torchrl, in_pairs)
+    maker.__name__: maker
+    for maker in (prefetching, looked_at, with_lanes, recorded, of_torchrl, in_pairs)
 }
 
 
@@ -161,7 +161,7 @@ def storages_of(used: Any) -> list[Any]:
     buffers = [
         each for part in parts for each in getattr(part, "members", {"": part}).values()
     ]
-    return [each.storage for each in buffers if hasattr(each, "storage")]
+    return [buffer.storage for buffer in buffers if hasattr(buffer, "storage")]
 
 
 @pytest.mark.parametrize("name", USES)
@@ -173,9 +173,9 @@ def test_a_storage_is_freed_with_its_last_buffer(name, tmp_path):
     # a thread may still transform a batch
     for _ in range(500 * (name == "prefetching")):
         time.sleep(0.01)
-        if not any(each() for each in left):
+        if not any(reference() for reference in left):
             break
-    assert [each() for each in left] == [None] * len(left)
+    assert [reference() for reference in left] == [None] * len(left)
 
 
 @pytest.mark.parametrize("name", USES)
@@ -184,7 +184,7 @@ def test_close_frees_the_rows_although_the_buffers_live(name, tmp_path):
     parts = used if isinstance(used, tuple) else (used,)
     storages = storages_of(used)
     left = [ref(storage.rows.flat) for storage in storages]
-    assert all(each() is not None for each in left)
+    assert all(reference() is not None for reference in left)
     for part in parts:
         for each in getattr(part, "members", {"": part}).values():
             getattr(each, "close", getattr(each, "shutdown", lambda: None))()
@@ -193,9 +193,9 @@ def test_close_frees_the_rows_although_the_buffers_live(name, tmp_path):
     # a thread may still transform a batch
     for _ in range(500 * (name == "prefetching")):
         time.sleep(0.01)
-        if not any(each() is not None for each in left):
+        if not any(reference() is not None for reference in left):
             break
-    assert [each() is None for each in left] == [True] * len(left)
+    assert [reference() is None for reference in left] == [True] * len(left)
     del used, parts
 
 

@@ -218,7 +218,8 @@ def report(queue: ExperienceQueue, pipe: int) -> None:
 def test_processes_take_each_row_once_while_some_are_killed():
     queue = make()
     queue.share()
-    context, (reading, writing) = mp.get_context("fork"), os.pipe()
+    context = mp.get_context("fork")
+    reading, writing = os.pipe()
     readers = [context.Process(target=report, args=(queue, writing)) for _ in range(3)]
     writers = [
         context.Process(target=write, args=(queue, writer, 300)) for writer in range(2)
@@ -238,11 +239,12 @@ def test_processes_take_each_row_once_while_some_are_killed():
     readers[2].kill()
     os.close(writing)
     with open(reading, "rb") as pipe:
-        told = [tuple(map(int, line.split())) for line in pipe]
+        reports = [tuple(map(int, line.split())) for line in pipe]
     streams = [
-        [(of, x) for pid, of, x in told if pid == reader.pid] for reader in readers
+        [(writer, x) for pid, writer, x in reports if pid == reader.pid]
+        for reader in readers
     ]
-    # what a killed process had taken, and not told of yet
+    # a killed process may have taken a batch that it did not report
     check_streams(streams, 2, 300, lost=3 * BATCH)
     assert sum(map(len, streams)) > 0
 

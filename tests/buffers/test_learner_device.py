@@ -231,8 +231,8 @@ def test_rollouts_are_those_of_a_buffer_without_device(device):
 
     fed, plain = made(device=device, storing_device="cpu"), made()
     for first in (0, 7):
-        for each in (fed, plain):
-            each.extend(
+        for buffer in (fed, plain):
+            buffer.extend(
                 data(7, first, (3,)).set(
                     "state_value", torch.linspace(0, 1, 21).view(3, 7, 1)
                 )

@@ -48,6 +48,7 @@ from rlbuf_td import (
     RingWriter,
     UniformSampler,
 )
+from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.proportional import ProportionalRule
 from tests import catalogue
 from tests.catalogue import SAMPLERS, buffer_of
@@ -498,8 +499,8 @@ class ReadsItself(PackedStorage):
 
 
 class OwnAnchors(NStepSampler):
-    def anchored(self, entries: Any, index: Any, td_error: torch.Tensor) -> Any:
-        return index, 2 * td_error, None
+    def anchored(self, entries: Any, update: Update) -> Update:
+        return update._replace(td_error=2 * update.td_error)
 
 
 def options() -> dict[str, ReplayBuffer]:

@@ -524,9 +524,9 @@ def recorded(
     settings = AGENTS | {"value_network": critic} | settings
     rollout = RolloutBuffer.from_env(envs if lanes else envs[0], LENGTH, **settings)
     recorder = PettingZooRecorder(rollout, envs if lanes else envs[0])
-    for each in envs:
-        for number, agent in enumerate(each.possible_agents):
-            each.action_space(agent).seed(number)
+    for single in envs:
+        for number, agent in enumerate(single.possible_agents):
+            single.action_space(agent).seed(number)
     observed: list[Any] = (
         [result[0] for result in [recorder.reset(seed=4)][0]]
         if lanes

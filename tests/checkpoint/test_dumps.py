@@ -251,14 +251,14 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
     rows, state, count = rb.storage[:].clone(), rb._rng.get_state(), rb.write_count
     extend_by(rb, ROWS, 2)  # overwrites everything
     copy = of_rows(seed=4)
-    for each in (copy, rb):  # into another buffer, and over what the dump is of
-        each.loads(tmp_path)
-        assert_same(each.storage[:], rows)
-        assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (
+    for loading in (copy, rb):  # into another buffer, and over what the dump is of
+        loading.loads(tmp_path)
+        assert_same(loading.storage[:], rows)
+        assert (loading.write_count, torch.equal(loading._rng.get_state(), state)) == (
             count,
             True,
         )
-    del rb, each
+    del rb, loading
     # in the place of the file that the dump is of
     again = of_rows(tmp_path)
     again.loads(tmp_path)

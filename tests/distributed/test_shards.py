@@ -849,7 +849,7 @@ def test_an_interrupted_dump_leaves_the_previous_one_as_it_was(tmp_path):
     world.handles[1].is_lost = False
     world.buffer().dumps(tmp_path)
     assert stored(loaded(tmp_path)) == stored(world) != before
-    assert {each.name for each in tmp_path.iterdir()} == {
+    assert {file.name for file in tmp_path.iterdir()} == {
         "shards",
         Manifest.read(tmp_path).dump,
     }

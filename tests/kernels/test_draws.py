@@ -25,21 +25,21 @@ ONE = torch.ones((), dtype=torch.float64)
 def segments(uniform: torch.Tensor) -> torch.Tensor:
     """Return the segment of each draw, found by brute force: which of the equal parts
     its mass lies in."""
-    return (
-        masses(uniform, ONE, stratified=True)[:, None]
-        >= torch.arange(1, len(uniform)) / len(uniform)
-    ).sum(1)
+    batch = len(uniform)
+    positions = masses(uniform, ONE, step_of(batch, stratified=True))
+    return (positions[:, None] >= torch.arange(1, batch) / batch).sum(1)
 
 
 @pytest.mark.parametrize("batch", [*range(1, 20), 64, 100, 255, 256, 1_000])
 def test_each_segment_is_drawn_from_once_where_its_uniform_number_says(batch):
     uniform = torch.rand(batch, dtype=torch.float64)
-    drawn = masses(uniform, 3 * ONE, stratified=True)
+    step = step_of(batch, stratified=True)
+    drawn = masses(uniform, 3 * ONE, step)
     assert (segments(uniform).sort().values == torch.arange(batch)).all()
     torch.testing.assert_close(
         drawn * batch / 3 - segments(uniform), uniform, rtol=0.0, atol=1e-9
     )
-    assert gcd(step_of(batch, stratified=True), batch) == 1
+    assert gcd(step, batch) == 1
 
 
 @pytest.mark.parametrize("batch", [2, 6, 16])

@@ -21,6 +21,7 @@ from rlbuf_td.kernels.rank_order import (
     cpu,
     order_bytes,
 )
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE
 from rlbuf_td.samplers.rank import RankRule
 from rlbuf_td.storages.numbers import SharedNumbers
@@ -217,12 +218,13 @@ def test_threads_may_draw_update_and_fill_at_the_same_time():
     order = ChunkedOrder(torch.rand(capacity))
     rule = RankRule(SharedNumbers("d", [0.7, 0.5, -1.0, 0.7]))
     rule.table = order
+    law = stratification_of(64, True, 0.5, "buffer")
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(150):
             uniform = torch.rand(64, dtype=torch.float64, generator=generator)
-            rows, _ = rule.draw(uniform, capacity, True, "buffer")
+            rows, _ = rule.draw(uniform, capacity, law)
             order.update_(rows, torch.randn(64, generator=generator), capacity)
             fill(
                 order,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.kernels.sum_tree import (
     LARGEST,
     LARGEST_MAGNITUDE,
@@ -151,10 +152,11 @@ def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
     tree.check(0.6, 1e-6)
     rule = rule_over(tree, 0.6, 0.4)
     counts = torch.zeros(capacity)
+    law = stratification_of(2_048, False, 0.4, "buffer")
     draws = 4_000
     for _ in range(draws // 8):
         uniform = torch.rand(2_048, dtype=torch.float64, generator=generator)
-        rows, _ = rule.draw(uniform, capacity, False, "buffer")
+        rows, _ = rule.draw(uniform, capacity, law)
         counts += torch.bincount(rows, minlength=capacity)
     probability = (tree.weight[:capacity].double() / tree.total).numpy()
     assert power(probability, int(counts.sum()), bias=0.1) > 0.99
@@ -175,6 +177,7 @@ def test_a_draw_stays_in_its_block_if_the_weights_have_been_changed_behind_its_b
     sum_tree.update_(tree, torch.arange(100), torch.ones(100), 100, 1.0, 0.0)
     tree.weight.zero_()
     uniform = torch.rand(50, dtype=torch.float64)
-    rows, _ = rule_over(tree, 1.0, 0.4).draw(uniform, 100, False, None)
+    law = stratification_of(50, False, 0.4, None)
+    rows, _ = rule_over(tree, 1.0, 0.4).draw(uniform, 100, law)
     assert (rows % 16 == 0).all()
     assert 0 <= int(rows.min()) <= int(rows.max()) < 112

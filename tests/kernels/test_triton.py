@@ -284,7 +284,7 @@ def test_a_draw_is_that_of_cumulative_sums(size, stratified, norm):
     flat, importance, _ = launch_draw(tree, batch, law, size, **how)
     sums = weight.cumsum(0, dtype=torch.float64)
     uniform = uniforms(generator.manual_seed(size), batch)
-    mass = masses(uniform, sums[-1], stratified)
+    mass = masses(uniform, sums[-1], law.step)
     assert torch.equal(flat, torch.searchsorted(sums, mass, right=True))
     chosen = weight[flat].to(torch.float64)
     least = {

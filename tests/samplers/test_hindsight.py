@@ -190,14 +190,16 @@ def test_goals_of_any_shape_dtype_and_depth(shape, dtype, cls):
     rb = cls(storage=PackedStorage(10), sampler=sampler, batch_size=200)
     rb.extend(nested_goals(shape, dtype))
     batch = rb.sample()
-    place, mask = batch["index"], batch["relabeled"]
+    index = batch["index"]
+    mask = batch["relabeled"]
     goals = batch[desired].reshape(200, -1)
     goal = goals[:, 0]
     assert torch.equal(batch[desired], batch[next_desired])
     assert (goals == goal[:, None]).all()
-    assert (goal[~mask] == 99).all()
-    assert ((goal > place) & (goal <= 8))[mask].all()
-    is_next = mask & (goal == place + 1)
+    assert (goal[~mask] == 99).all()  # the goal of all rows
+    # row i reaches the goal i + 1, and the episode ends with row 7
+    assert ((goal > index) & (goal <= 8))[mask].all()
+    is_next = mask & (goal == index + 1)
     assert torch.equal(batch["next", "reward"].squeeze(-1) == 1, is_next)
 
 

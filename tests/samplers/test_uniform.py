@@ -253,7 +253,7 @@ def test_a_subclass_may_draw_into_given_memory():
             report,
             scratch: torch.Tensor,
         ) -> None:
-            flat.fill_(live[0] - 1)
+            flat.fill_(live.rows - 1)
 
     rb = ReplayBuffer(storage=PackedStorage(5), sampler=Newest(), batch_size=3)
     rb.extend(TensorDict({"x": torch.arange(4)}, [4]))

@@ -302,9 +302,9 @@ def test_a_relative_folder_is_found_from_where_the_storage_was_made(
     for storage in (rb, ReplayBuffer(storage=cleaned)):
         storage.extend(rows(torch.arange(5)))
     files = {"head.bin", "priorities.bin", "rows.bin"}
-    assert {each.name for each in (tmp_path / "rows").iterdir()} <= files
+    assert {file.name for file in (tmp_path / "rows").iterdir()} <= files
     del cleaned, storage
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["job", "rows"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["job", "rows"]
     assert not any((tmp_path / "job").iterdir())
 
 

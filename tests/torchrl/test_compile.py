@@ -22,6 +22,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.strata import stratification_of
 from rlbuf_td.kernels.sum_tree import SumTree
 from tests.catalogue import SAMPLERS
 from tests.catalogue import numbered_rows as data
@@ -125,14 +126,13 @@ def learn(backend: str) -> tuple[ReplayBuffer, set[int]]:
         torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
     )
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    law = stratification_of(32, True, 0.4, "buffer")
 
     def step(
         tree: SumTree, matrix: Tensor, layout: Any, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(
-            tree, torch.rand(32, dtype=torch.float64), True, rows, 0.4, "buffer"
-        )
-        index, weight = drawn
+        uniform = torch.rand(32, dtype=torch.float64)
+        index, weight = sum_tree.draw(tree, uniform, rows, law)
         leaves = layout.columns(matrix.index_select(0, index))
         row = dict(zip([leaf.key for leaf in layout.leaves], leaves, strict=True))
         with torch.no_grad():

@@ -377,7 +377,7 @@ def test_capacity_counts_cells_and_indices_have_a_column_per_dim():
     assert (index.shape, index.dtype) == (torch.Size([12, 2]), torch.int64)
     drawn, info = rb.sampler.sample(rb.storage, 4)
     assert isinstance(drawn, tuple)
-    assert [each.shape for each in drawn] == [torch.Size([4])] * 2
+    assert [batch.shape for batch in drawn] == [torch.Size([4])] * 2
     assert isinstance(info, dict)
 
 

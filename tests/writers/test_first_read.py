@@ -87,10 +87,10 @@ def test_any_buffer_with_the_writer_or_over_its_storage_reads_estimates(cls):
     writer = RolloutWriter(0.9, 0.8, value_network=world.module())
     rb = cls(storage=storage, writer=writer, batch_size=3)
     other = ReplayBuffer(storage=storage, batch_size=3)
-    for each in (rb, other):
+    for buffer in (rb, other):
         rb.extend(data.clone())
         assert as_stored(rb).isnan().all()
-        assert each.sample()["advantage"].isfinite().all()
+        assert buffer.sample()["advantage"].isfinite().all()
         assert_estimated(rb, world, data)
 
 

@@ -56,6 +56,8 @@ def bounds_of(source: Any) -> dict[Key, Interval]:
 
 
 def _bounds_of_name(name: str) -> dict[Key, Interval]:
+    """Return the bounds of the Gymnasium environment with this name; ValueError if
+    there is none."""
     import gymnasium
 
     try:
@@ -73,6 +75,7 @@ def _parts_of(space: Any) -> Any:
 
 
 def _intervals(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
+    """Yield the key and the bounds of each bounded part of a space or spec."""
     parts = entries(_parts_of(space))
     if parts is not None:
         for name, part in parts.items():

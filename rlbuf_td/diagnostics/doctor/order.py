@@ -18,6 +18,8 @@ _SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no findi
 
 
 def order_findings(record: Record) -> Iterator[Finding]:
+    """Yield what is wrong with the order of rows and with the flags that end
+    trajectories."""
     fault = _systematic_fault(record) if record.knows_ends else None
     if fault is not None:
         yield fault
@@ -78,6 +80,8 @@ def _interleaved(record: Record, ids: Tensor) -> Iterator[Finding]:
 
 
 def _flags_without_done(record: Record) -> Iterator[Finding]:
+    """Yield a finding for each flag, such as terminated, that is set where done is
+    not."""
     done = record.flags.get("done")
     if done is None:
         return
@@ -89,6 +93,8 @@ def _flags_without_done(record: Record) -> Iterator[Finding]:
 
 
 def _missing_ends(record: Record) -> Iterator[Finding]:
+    """Yield a finding if observations or ids show resets at rows without an end, or if
+    no trajectory ends."""
     is_endless = not bool(record.ended.any())
     broken = record.inside & record.differs & ~record.ended
     if bool(broken.any()):

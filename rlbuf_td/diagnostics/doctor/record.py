@@ -123,7 +123,10 @@ class Record:
         return [key for key in keys if len(key) == shortest]
 
     def _why_ends_are_unknown(self, writer: Writer | None) -> str | None:
-        storage, ids = self.storage, self.example.get(TRAJ_KEY)
+        """Return what the record lacks to tell where trajectories end; None if it lacks
+        nothing."""
+        storage = self.storage
+        ids = self.example.get(TRAJ_KEY)
         if not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
             return f"the order of rows, which a {type(writer).__name__} does not keep"
         if (
@@ -216,6 +219,7 @@ class Record:
         return self._any_of(self.wrong[test] for test in tests if test in self.wrong)
 
     def _cuts(self) -> Tensor:
+        """Return which rows no stored row of their trajectory follows, ``[n]`` bool."""
         storage, flags = self.storage, self.flags
         if self.knows_ends and isinstance(storage, PackedStorage) and storage.episodes:
             spans = storage.episodes_now().spans
@@ -263,6 +267,7 @@ def _any(flags: Tensor) -> Tensor:
 
 
 def open_source(source: object) -> tuple[Storage, Writer | None]:
+    """Return the storage of what the doctor is given, and its writer if it has one."""
     if isinstance(source, str | PathLike):
         return _open_folder(Path(source)), None
     if isinstance(source, ReplayBuffer):

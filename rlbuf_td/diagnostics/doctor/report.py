@@ -78,7 +78,7 @@ class Report:
         lanes = prod(self.shape[1:])
         where = f" ({self.shape[0]:,} steps of {lanes} lanes)"
         rows = f"{self.rows:,} rows{where if len(self.shape) > 1 else ''} read"
-        findings = f"{len(self)} finding{'s' * (len(self) > 1)}"
+        findings = f"{len(self)} finding{'s' if len(self) > 1 else ''}"
         summary = "nothing found" if self.healthy else findings
         parts = [f"{rows}: {summary}", *map(str, self.findings)]
         if self.skipped:

@@ -70,15 +70,23 @@ def gather_leaves(
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     live = len(matrix)
-    shape = {
-        "rows": address_of(matrix),
-        "row_bytes": matrix.stride(0) * matrix.element_size(),
-        "count": index.numel(),
-    }
-    record = record_of(BATCH, leaves=len(extents), extents=extents.ctypes.data, **shape)
-    gather_rows, count = loop("batch.cpu", "gather_rows"), index.numel()
-    work = partial(
-        gather_rows, record.ctypes.data, address_of(index), targets.ctypes.data, live
+    count = index.numel()
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    record = record_of(
+        BATCH,
+        rows=address_of(matrix),
+        row_bytes=row_bytes,
+        count=count,
+        leaves=len(extents),
+        extents=extents.ctypes.data,
     )
-    if not all_parts(work, 0, count, count * shape["row_bytes"]):
+    # copies the rows with the numbers `first` to `last - 1`
+    gather_part = partial(
+        loop("batch.cpu", "gather_rows"),
+        record.ctypes.data,
+        address_of(index),
+        targets.ctypes.data,
+        live,
+    )
+    if not all_parts(gather_part, 0, count, count * row_bytes):
         refuse_rows(index, live)

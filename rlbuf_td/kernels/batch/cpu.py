@@ -48,13 +48,16 @@ def gather(batch, index, targets, first, last):
     rows, row_bytes = batch.rows, batch.row_bytes
     extents = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     out = carray(pointer(targets), batch.leaves, np.int64)
-    small, streams = row_bytes < _LARGE, index.shape[0] * row_bytes > _STREAMED
+    small = row_bytes < _LARGE
+    streams = index.shape[0] * row_bytes > _STREAMED
     for begin in range(first - _BLOCK, last, _BLOCK):
         end = min(begin + _BLOCK, last)
         for i in range(end, min(end + _BLOCK, last) if small else end):
             prefetch_row(rows + index[i] * row_bytes, row_bytes)
         for leaf in range(batch.leaves):
-            source, width, target = rows + extents[leaf, 0], extents[leaf, 1], out[leaf]
+            source = rows + extents[leaf, 0]
+            width = extents[leaf, 1]
+            target = out[leaf]
             if width == 1:
                 for i in range(max(begin, first), end):
                     store(
@@ -118,6 +121,8 @@ def are_written(index, live):
 
 @inlined
 def put_report(batch, index, targets, first, last):
+    """Write the coordinates and the stamps of the rows in ``index[first:last]``, where
+    a batch has them."""
     index_target = targets + 8 * batch.leaves
     if batch.lanes:
         _coordinates(
@@ -133,7 +138,9 @@ def put_report(batch, index, targets, first, last):
 @inlined
 def _size_of(updates, begin):
     """Return ``|td_error|`` of a row, or of a window."""
-    largest, total, learned = 0.0, 0.0, 0
+    largest = 0.0
+    total = 0.0
+    learned = 0
     for i in range(begin, begin + updates.every):
         if not updates.mask or (
             load(updates.mask + i, np.uint8)
@@ -160,7 +167,8 @@ def _listed(record, updates):
     """
     row = np.empty(updates.count, np.int64)
     magnitude = np.empty(updates.count, np.float32)
-    lanes, stale = max(record.lanes, 1), 0
+    lanes = max(record.lanes, 1)
+    stale = 0
     for i in range(updates.count):
         first = updates.every * i
         size = _size_of(updates, first)
@@ -177,7 +185,8 @@ def _listed(record, updates):
             return row, magnitude, -1
         row[i] = step * lanes + lane if step >= 0 else -1
     if updates.stamp:  # otherwise, no row counts as gone
-        head, cells = head_at(record.serials, lanes), record.steps * lanes
+        head = head_at(record.serials, lanes)
+        cells = record.steps * lanes
         for i in range(updates.count):
             if row[i] < 0 or row[i] >= cells:
                 continue

@@ -16,7 +16,8 @@ from rlbuf_td.kernels.host_memory import Entry, address_of, has_memory
 # range of sizes, in bytes, of the tensors whose memory is reused
 _LARGE, _MOST = 1 << 20, 128 << 20
 # largest number of batches, and of bytes, to allocate at a time
-_AHEAD, _MOST_AHEAD = 8, 1 << 19
+_AHEAD = 8
+_MOST_AHEAD = 1 << 19
 _KEPT = 2  # tensors per leaf: one in use while the next batch is drawn, and one free
 
 _CPU = torch.device("cpu")
@@ -65,6 +66,8 @@ class LeafMemory:
         return None, state | {"_kept": {i: deque(maxlen=_KEPT) for i in self._kept}}
 
     def allocate(self) -> list[Tensor]:
+        """Return one uninitialised tensor per entry; large ones reuse memory that is no
+        longer in use."""
         if self._device.type != "cpu":
             return [
                 _empty(*entry, device=self._device)
@@ -95,6 +98,8 @@ _empty_on_cpu: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cpu", _e
 
 
 def _recycled(kept: deque[Tensor], dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return a tensor in memory of ``kept`` that is no longer in use, or in new memory,
+    which is kept."""
     memory = None if torch.is_inference_mode_enabled() else _unused(kept)
     if memory is None:
         memory = torch.empty(shape, dtype=dtype, device="cpu")

@@ -78,13 +78,13 @@ class Updates(NamedTuple):
     """
 
     index: int  # flat indices, or coordinates; a negative one is skipped
-    td_error: int
+    td_error: int  # of each row
     # rows that are gone since they got their stamp are skipped; 0: there are no stamps
     stamp: int
     mask: int  # 0: there are no windows; ``every`` and ``eta`` are then 1
     burn_in_mask: int
-    every: int  # a number
-    eta: float
+    every: int  # the number of rows of a window
+    eta: float  # the share of the largest TD error in the priority of a window
     in_pairs: bool  # whether the index has coordinates
     is_double: bool  # whether TD errors are float64, not float32
     count: int  # the number of rows

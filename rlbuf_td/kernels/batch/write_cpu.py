@@ -102,21 +102,18 @@ def write(
     written.
     """
     ring = carray(pointer(address), 1, RING)[0]
-    lanes, steps = max(ring.lanes, 1), ring.steps
-    block, head, counts = (
-        block_at(ring.head, lanes),
-        head_at(ring.head, lanes),
-        np.full(lanes, count),
-    )
+    lanes = max(ring.lanes, 1)
+    steps = ring.steps
+    block = block_at(ring.head, lanes)
+    head = head_at(ring.head, lanes)
+    counts = np.full(lanes, count)
     code = _refusal(ring, block, lane_ids, priorities, counts)
     if code:
         return code
     apart = lane_ids != 0 or not _stand_together(head, steps)
-    before, longest, cursor = (
-        head.copy(),
-        longest_of(head, steps),
-        head[WRITTEN, 0] % steps,
-    )
+    before = head.copy()
+    longest = longest_of(head, steps)
+    cursor = head[WRITTEN, 0] % steps
     cells = np.empty(count if lane_ids else count * lanes, np.int64)
     begin_write(block, lanes, steps, counts)
     if apart:
@@ -204,7 +201,8 @@ def _stand_together(head, steps):
 def _clear_holes(ring, after, longest):
     """Clear the time steps that become the last ones, because some lanes may not write
     them."""
-    steps, width = longest_of(after, ring.steps), after.shape[1] * ring.row_bytes
+    steps = longest_of(after, ring.steps)
+    width = after.shape[1] * ring.row_bytes
     if steps > longest:
         for byte in range(longest * width, steps * width):
             store(ring.rows + byte, np.uint8(0), np.uint8)
@@ -214,13 +212,12 @@ def _clear_holes(ring, after, longest):
 def _place(ring, before, counts, lane_ids, lanes_first, index, cells):
     """Write the cell of each row of the data to ``cells``, and the indices of the rows,
     in time order, to ``index``."""
-    lanes, steps = len(counts), ring.steps
+    lanes = len(counts)
+    steps = ring.steps
     slots, replaced = np.empty(lanes, np.int64), np.empty(lanes, np.int64)
     for lane in range(lanes):
-        slots[lane], replaced[lane] = (
-            before[WRITTEN, lane] % steps,
-            max(counts[lane] - steps, 0),
-        )
+        slots[lane] = before[WRITTEN, lane] % steps
+        replaced[lane] = max(counts[lane] - steps, 0)
     step, e = 0, 0
     for i in range(len(cells)):
         if lane_ids:
@@ -240,7 +237,8 @@ def _place(ring, before, counts, lane_ids, lanes_first, index, cells):
         if not lane_ids:
             e += 1
             if e == lanes:
-                step, e = step + 1, 0
+                step = step + 1
+                e = 0
 
 
 @inlined
@@ -296,15 +294,11 @@ def enter_proportional(rows):
     """Set the priorities of new rows in a sum tree."""
     new_rows = carray(pointer(rows), 1, _ROWS)[0]
     record = carray(pointer(new_rows.priorities), 1, UPDATE)[0]
-    tree, alpha = (
-        carray(pointer(record.table), 1, TREE),
-        load(record.weighed_alpha, np.float64),
-    )
+    tree = carray(pointer(record.table), 1, TREE)
+    alpha = load(record.weighed_alpha, np.float64)
     if new_rows.slot == IN_CELLS:
-        cells, live = (
-            carray(pointer(new_rows.cells), new_rows.size, np.int64),
-            record.steps * max(record.lanes, 1),
-        )
+        cells = carray(pointer(new_rows.cells), new_rows.size, np.int64)
+        live = record.steps * max(record.lanes, 1)
         update(
             tree, cells, np.full(new_rows.size, _entry(record)), live, alpha, record.eps
         )
@@ -324,10 +318,8 @@ def enter_rank(rows):
     # for Python 3.10, where numba takes `view` of no inlined result
     magnitude = np.float32(_entry(record))
     if new_rows.slot == IN_CELLS:
-        cells, live = (
-            carray(pointer(new_rows.cells), new_rows.size, np.int64),
-            record.steps * max(record.lanes, 1),
-        )
+        cells = carray(pointer(new_rows.cells), new_rows.size, np.int64)
+        live = record.steps * max(record.lanes, 1)
         update_order(order, cells, np.full(new_rows.size, magnitude), live)
         return
     start, head, rest = _runs(record, new_rows)

@@ -48,6 +48,8 @@ def acceptable(index, td_error, rows):
 
 @kernel
 def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: float):
+    """Write the rows that :func:`rlbuf_td.kernels.draws.recent_rows_` draws to the
+    address ``rows``."""
     mass = np.expm1(span * log_decay)
     scale = 1 / log_decay
     is_flat = log_decay * span > _FLAT

@@ -120,7 +120,8 @@ def spans(
     before = written - 1 - tail - ago  # stored rows of the lane before this one
     rows = slot + cells % lanes * steps if lanes > 1 else slot
     back, left = numbers.flatten(0, 1)[rows].long().unbind(-1)
-    back, ended = back & STEPS, left > 0
+    back = back & STEPS
+    ended = left > 0
     return Spans(
         back.minimum(before), torch.where(ended, left - 1, ago), ended, back <= before
     )
@@ -146,7 +147,8 @@ def by_age(lanes: Lanes, longest: int) -> RowsByAge:
     """Return the rows of all lanes; ``longest`` is the number of those of the longest
     lane."""
     count, steps = lanes.numbers.shape[:2]
-    device, shape = lanes.numbers.device, (count, longest)
+    device = lanes.numbers.device
+    shape = (count, longest)
     age = torch.arange(longest, device=device).expand(shape)
     lane = torch.arange(count, device=device)[:, None].expand(shape)
     slot = (lanes.first[:, None] + age) % steps

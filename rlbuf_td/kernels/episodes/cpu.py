@@ -17,12 +17,12 @@ _SOON = 16  # how many look-ups ahead the numbers of a row are prefetched
 
 
 class Numbers(NamedTuple):
-    """What a look-up reads: addresses, T and E."""
+    """What a look-up reads."""
 
-    numbers: int
-    tail: int
-    written: int
-    steps: int
+    numbers: int  # address of ``back`` and ``left`` of each row
+    tail: int  # address of the first serial of each lane
+    written: int  # address of the next serial of each lane
+    steps: int  # slots of a lane
     lanes: int
 
 
@@ -122,17 +122,16 @@ def has_ended(numbers, lane, slot):
 def reach(address, cells, count, back, ahead, ended, whole):
     """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses,
     but the count of the cells."""
-    numbers, cell = numbers_at(address), carray(pointer(cells), count, np.int64)
+    numbers = numbers_at(address)
+    cell = carray(pointer(cells), count, np.int64)
     for i in range(min(_SOON, count)):
         expect(numbers, cell[i])
     for i in range(count):
         if i + _SOON < count:
             expect(numbers, cell[i + _SOON])
         slot, lane = split(cell[i], numbers.lanes)
-        since, before = (
-            steps_since(numbers, lane, slot),
-            rows_before(numbers, lane, slot),
-        )
+        since = steps_since(numbers, lane, slot)
+        before = rows_before(numbers, lane, slot)
         store(back + 8 * i, min(since, before), np.int64)
         store(ahead + 8 * i, steps_ahead(numbers, lane, slot), np.int64)
         store(ended + i, has_ended(numbers, lane, slot), np.bool_)
@@ -143,12 +142,11 @@ def reach(address, cells, count, back, ahead, ended, whole):
 def whole(address, only_finished: bool, first, length):
     """Implement :func:`rlbuf_td.kernels.episodes.whole`; return the number of episodes.
     O(E + K)."""
-    numbers, count = numbers_at(address), 0
+    numbers = numbers_at(address)
+    count = 0
     for lane in range(numbers.lanes):
-        serial, written = (
-            load(numbers.tail + 8 * lane, np.int64),
-            load(numbers.written + 8 * lane, np.int64),
-        )
+        serial = load(numbers.tail + 8 * lane, np.int64)
+        written = load(numbers.written + 8 * lane, np.int64)
         while serial < written:
             slot = serial % numbers.steps
             rows = steps_ahead(numbers, lane, slot) + 1
@@ -166,10 +164,8 @@ def whole(address, only_finished: bool, first, length):
 def _ends(record, row):
     """Whether a flag of the row at an address is set."""
     for flag in range(record.flag_count):
-        offset, size = (
-            load(record.flags + 16 * flag, np.int64),
-            load(record.flags + 16 * flag + 8, np.int64),
-        )
+        offset = load(record.flags + 16 * flag, np.int64)
+        size = load(record.flags + 16 * flag + 8, np.int64)
         for byte in range(offset, offset + size):
             if load(row + byte, np.uint8):
                 return True
@@ -178,6 +174,7 @@ def _ends(record, row):
 
 @inlined
 def _id_of(record, row):
+    """Return the trajectory id of the row at address ``row``; 0 if rows have none."""
     id_address = row + record.id_offset
     if record.id_size == 8:
         return load(id_address, np.int64)
@@ -223,13 +220,14 @@ def note(record, lane, first, count, skips):
     whether the rows just before ``first`` have never been stored.
     """
     follows = record.following + 8 * lane
-    back, id_before = (
-        load(follows, np.int64),
-        load(follows + 8 * record.lanes * ID, np.int64),
-    )
-    slot, oldest = first % record.steps, load(record.tail + 8 * lane, np.int64)
+    back = load(follows, np.int64)
+    id_before = load(follows + 8 * record.lanes * ID, np.int64)
+    slot = first % record.steps
+    oldest = load(record.tail + 8 * lane, np.int64)
     if skips:
-        back, id_before, oldest = MOST, _id_of(record, _row(record, lane, slot)), first
+        back = MOST
+        id_before = _id_of(record, _row(record, lane, slot))
+        oldest = first
     for serial in range(first, first + count):
         row = _row(record, lane, slot)
         traj_id = _id_of(record, row)
@@ -241,7 +239,8 @@ def note(record, lane, first, count, skips):
             BREAK if back < 0 else back,
             0,
         )
-        id_before, back = traj_id, min(max(back, np.int64(0)) + 1, MOST)
+        id_before = traj_id
+        back = min(max(back, np.int64(0)) + 1, MOST)
         if _ends(record, row):
             _close(record, lane, oldest, serial + 1)
             back = np.int64(0)
@@ -269,22 +268,20 @@ def build(address):
     record = record_at(address)
     for lane in range(record.lanes):
         follows = record.following + 8 * lane
-        tail, written = (
-            load(record.tail + 8 * lane, np.int64),
-            load(record.written + 8 * lane, np.int64),
-        )
+        tail = load(record.tail + 8 * lane, np.int64)
+        written = load(record.written + 8 * lane, np.int64)
         if tail == written:
             continue
-        lane_at, slot, back, id_before, ended = (
-            record.numbers + 8 * lane * record.steps,
-            tail % record.steps,
-            0,
-            0,
-            False,
-        )
+        lane_at = record.numbers + 8 * lane * record.steps
+        slot = tail % record.steps
+        back = 0
+        id_before = 0
+        ended = False
         for serial in range(tail, written):
-            row_numbers, row = lane_at + 8 * slot, _row(record, lane, slot)
-            old, traj_id = np.int64(load(row_numbers, np.int32)), _id_of(record, row)
+            row_numbers = lane_at + 8 * slot
+            row = _row(record, lane, slot)
+            old = np.int64(load(row_numbers, np.int32))
+            traj_id = _id_of(record, row)
             if serial == tail:
                 back = min(old & STEPS, MOST)
             elif old < 0 or ended or traj_id != id_before:
@@ -293,7 +290,8 @@ def build(address):
             else:
                 back = min(back + 1, MOST)
             _put(row_numbers, BREAK if old < 0 else back, 0)
-            id_before, ended = traj_id, _ends(record, row)
+            id_before = traj_id
+            ended = _ends(record, row)
             slot = slot + 1 if slot + 1 < record.steps else np.int64(0)
         if ended:
             _close(record, lane, tail, written)

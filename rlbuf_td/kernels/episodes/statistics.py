@@ -32,7 +32,8 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 def _slot(keys, key, hint):
     """Return the slot of the open episode ``key``, or a free slot if there is none, or
     -1 if no slot is free."""
-    slots, free = keys.shape[0], -1
+    slots = keys.shape[0]
+    free = -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
         if keys[slot] == key:
@@ -103,7 +104,8 @@ def count_steps(
     steps, lanes = shape
     metrics = is_double.shape[0]
     for number in range(start, steps * lanes):
-        t, lane = number // lanes, number % lanes
+        t = number // lanes
+        lane = number % lanes
         row = t * strides[0] + lane * strides[1]
         if len(lane_ids):
             lane = lane_ids[number]
@@ -131,9 +133,7 @@ def count_steps(
             )
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
         if load(inputs[1] + row, np.uint8):
-            episodes, finished = (
-                _Open(keys, lengths, sums),
-                _Finished(records, ends, counters),
-            )
+            episodes = _Open(keys, lengths, sums)
+            finished = _Finished(records, ends, counters)
             _finish(slot, row, inputs[2 + metrics :], reduction, episodes, finished)
     return steps * lanes

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import masses
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, Stratification, masses
 from rlbuf_td.kernels.sum_tree import magnitudes_of, write_magnitudes
 
 #: Ranks whose cumulative mass is stored in a table.
@@ -57,16 +57,18 @@ class RankDistribution:
 
 
 class Ranks(NamedTuple):
-    """A :class:`RankDistribution` for compiled loops; ``head`` is an address."""
+    """A :class:`RankDistribution` for compiled loops."""
 
     alpha: float
     shift: float
-    head: int
+    head: int  # its address
 
 
 def rank_distribution(
     alpha: float, device: torch.device | str = "cpu"
 ) -> RankDistribution:
+    """Return the distribution of ranks with probabilities proportional to ``rank **
+    -alpha``."""
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
     # An asynchronous copy is safe: drivers read memory that is not page-locked before
@@ -171,6 +173,7 @@ class SortedOrder:
         return largest
 
     def _refresh(self) -> None:
+        """Sort the rows again if a magnitude has changed."""
         if self._is_sorted:
             return
         # Stable, so that ties are ordered by row; rows without a magnitude, -1, come
@@ -181,24 +184,23 @@ class SortedOrder:
         self._is_sorted = True
 
     def draw(
-        self,
-        distribution: RankDistribution,
-        uniform: Tensor,
-        stratified: bool,
-        beta: float,
-        norm: str | None,
+        self, distribution: RankDistribution, uniform: Tensor, law: Stratification
     ) -> tuple[Tensor, Tensor]:
+        """Return drawn rows and importance weights, both ``[B]``, for ``[B]`` uniform
+        numbers in ``[0, 1)``."""
         self._refresh()
-        rows, total = self._count, mass(distribution, self._count)
-        ranks = ranks_of_mass(distribution, masses(uniform, total, stratified), rows)
+        rows = self._count
+        total = mass(distribution, rows)
+        positions = masses(uniform, total, law.step)
+        ranks = ranks_of_mass(distribution, positions, rows)
         # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has
         # the largest weight.
-        power = distribution.alpha * beta
-        last = ranks.max() if norm == "batch" else rows
+        power = distribution.alpha * law.beta
+        last = ranks.max() if law.norm == BY_BATCH else rows
         weight = (ranks.to(torch.float64) / last).pow(power)
-        if norm is None:
+        if law.norm == BY_NONE:
             weight = weight * (
-                last.to(torch.float64).pow(power) * (total / rows).pow(beta)
+                last.to(torch.float64).pow(power) * (total / rows).pow(law.beta)
             )
         return self._by_rank[ranks - 1], weight.to(torch.float32)
 
@@ -299,6 +301,7 @@ class ChunkedOrder:
         self._fill_with(magnitude)
 
     def _adopt(self, tensors: dict[str, Tensor]) -> None:
+        """Use these tensors as the memory of the order."""
         shape = {
             "rows": len(tensors["bits"]),
             "chunks": len(tensors["keys"]),
@@ -309,7 +312,8 @@ class ChunkedOrder:
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
             **shape,
         )
-        magnitude, address = tensors["bits"].view(torch.float32), record.ctypes.data
+        magnitude = tensors["bits"].view(torch.float32)
+        address = record.ctypes.data
         # At once, because an interrupt may come: the record has addresses of the
         # tensors.
         self.tensors, self.addresses, self.address, self.magnitude = (
@@ -349,6 +353,8 @@ class ChunkedOrder:
             )
 
     def ranks_of(self, index: Tensor) -> Tensor:
+        """Return the ranks of rows, int64; 0 for a row without a magnitude; IndexError
+        if one is out of range."""
         last = len(self.magnitude) - 1
         index = index.contiguous()
         ranks = torch.empty(index.shape, dtype=torch.int64, device="cpu")

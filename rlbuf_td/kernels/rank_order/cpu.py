@@ -60,19 +60,21 @@ _ONE = np.int64(1)
 
 
 class Chunks(NamedTuple):
-    """The memory of an order."""
+    """The memory of an order; ``ChunkedOrder`` has a drawing."""
 
-    head: np.ndarray
-    bits: np.ndarray
-    keys: np.ndarray
-    first: np.ndarray
-    chunk: np.ndarray
-    size: np.ndarray
-    before: np.ndarray
+    head: np.ndarray  # ``[3]``, see ROWS, USED and CHANGED
+    bits: np.ndarray  # of the magnitude of each row
+    keys: np.ndarray  # ``[chunks, WIDTH]``
+    # for each position in the list:
+    first: np.ndarray  # the lower bound of the chunk's keys
+    chunk: np.ndarray  # the number of the chunk
+    size: np.ndarray  # its number of keys
+    before: np.ndarray  # the number of keys in earlier chunks
 
 
 @inlined
 def _chunks(record):
+    """Return the arrays of an ``ORDER`` record."""
     return Chunks(
         head=carray(pointer(record.head), 3, np.int64),
         bits=carray(pointer(record.bits), record.rows, np.int32),
@@ -132,7 +134,8 @@ def _fetch_chunk(chunks, position):
 @inlined
 def _count_below(chunks, position, key):
     """Return how many keys of a chunk are smaller than ``key``."""
-    chunk, count = np.uint64(chunks.chunk[position]), 0
+    chunk = np.uint64(chunks.chunk[position])
+    count = 0
     for i in range(chunks.size[position]):
         count += chunks.keys[chunk, np.uint64(i)] < key
     return count
@@ -179,6 +182,8 @@ def ranks_of(order, index, count, out):
 
 @inlined
 def _mass_of_all(rows, ranks):
+    """Return the sum of the weights of ranks 1 to ``rows``: from the table, or by Euler
+    and Maclaurin."""
     if rows <= HEAD:
         return load(ranks.head + 8 * (rows - 1), np.float64)
     x = rows + 0.5
@@ -191,6 +196,8 @@ def _mass_of_all(rows, ranks):
 
 @inlined
 def _rank_of_mass(mass, rows, ranks):
+    """Return the first rank at which the sum of weights exceeds ``mass``, at most
+    ``rows``."""
     if mass >= load(ranks.head + 8 * (HEAD - 1), np.float64):
         y = mass - ranks.shift
         bend = 1.0 - ranks.alpha
@@ -227,7 +234,8 @@ def draw(
     total = _mass_of_all(rows, ranks)
     masses(uniform, total, law.step)
     # the number of rows before each drawn one
-    last, before = 1, np.empty(batch, np.int64)
+    last = 1
+    before = np.empty(batch, np.int64)
     for j in range(batch):
         rank = _rank_of_mass(uniform[j], rows, ranks)
         last = max(last, rank)
@@ -318,6 +326,7 @@ def arrange(order, keys_at, count):
 
 @kernel
 def _arrange(chunks, keys):
+    """Spread ascending keys over new chunks of at most ``ROOM`` keys."""
     chunks.first[:] = NO_KEY
     chunks.before[:] = NO_KEY
     chunks.head[USED] = max(1, -(-len(keys) // ROOM))
@@ -328,14 +337,16 @@ def _arrange(chunks, keys):
             chunks.keys[position, i] = keys[start + i]
         chunks.first[position] = keys[start] if position else 0
         chunks.chunk[position], chunks.size[position] = position, count
-    chunks.head[ROWS], chunks.head[CHANGED] = len(keys), 1
+    chunks.head[ROWS] = len(keys)
+    chunks.head[CHANGED] = 1
 
 
 @inlined
 def _rearrange(chunks):
     """Move all keys to chunks that are three quarters full, when no unused chunk is
     left."""
-    keys, done = np.empty(chunks.head[ROWS], np.int64), 0
+    keys = np.empty(chunks.head[ROWS], np.int64)
+    done = 0
     for position in range(chunks.head[USED]):
         for i in range(chunks.size[position]):
             keys[done] = chunks.keys[chunks.chunk[position], i]
@@ -414,14 +425,15 @@ def _split(chunks, position, key, count):
 
     Half of the keys move. If ``key`` is at an end of the chunk, or the run is long, the
     keys from ``key`` on move: this leaves full chunks behind. There must be an unused
-    chunk, and the caller lets ``before`` be counted again.
+    chunk. The caller sets ``CHANGED``, because ``before`` is wrong now.
     """
     below = _count_below(chunks, position, key)
     cut = _HALF if 0 < below < WIDTH and count < _HALF else below
-    new, later = chunks.head[USED], position + 1
-    _move_up(address_of(chunks.first) + 8 * later, new - later, 8)
-    _move_up(address_of(chunks.chunk) + 4 * later, new - later, 4)
-    _move_up(address_of(chunks.size) + 4 * later, new - later, 4)
+    new = chunks.head[USED]
+    later = position + 1
+    _move_up(chunks.first, later, new)
+    _move_up(chunks.chunk, later, new)
+    _move_up(chunks.size, later, new)
     chunks.chunk[later] = new
     move_bytes(
         _key_address(chunks, later, 0),
@@ -431,11 +443,13 @@ def _split(chunks, position, key, count):
     highest = chunks.keys[chunks.chunk[position], WIDTH - 1]
     # the new chunk may be empty
     chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1
-    chunks.size[position], chunks.size[later] = cut, WIDTH - cut
+    chunks.size[position] = cut
+    chunks.size[later] = WIDTH - cut
     chunks.head[USED] += 1
 
 
 @inlined
-def _move_up(address, count, nbytes):
-    """Move ``count`` elements of ``nbytes`` bytes up by one place."""
-    move_bytes(address + nbytes, address, count * nbytes)
+def _move_up(array, first, past):
+    """Move the elements ``first`` to ``past - 1`` of an array up by one place."""
+    address = address_of(array) + array.itemsize * first
+    move_bytes(address + array.itemsize, address, (past - first) * array.itemsize)

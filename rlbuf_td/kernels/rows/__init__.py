@@ -39,7 +39,8 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     ):
         return None
     cells = cells.contiguous()
-    base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    base = rows.data_ptr()
+    stride = rows.stride(0) * rows.element_size()
     if not loop("rows.cpu", "is_absent")(base, stride, address_of(cells), len(cells)):
         return None
     cells, _ = cells.sort()

@@ -80,16 +80,15 @@ class Run(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The rows, ``total`` of ``row_bytes`` bytes, ``lanes`` per time step, and the
-    addresses of three arrays."""
+    """Where rows and the records of their keys lie."""
 
-    rows: int
+    rows: int  # address
     row_bytes: int
-    total: int
-    lanes: int
-    groups: int
+    total: int  # the number of cells
+    lanes: int  # rows per time step
+    groups: int  # address of :class:`Group` records
     group_count: int
-    parts: int
+    parts: int  # address of :class:`Part` records
     part_count: int
-    runs: int
+    runs: int  # address of :class:`Run` records
     run_count: int

@@ -31,15 +31,20 @@ _ROWS, _ENTRIES = 20, 8
 # cache lines of an entry to prefetch: the hardware prefetches the following ones
 _MOST_LINES = 4
 _NONE = -1  # the newest row of a lane: it has none
+# offsets in bytes of the counters of a group
+_SPARE = 0  # the first spare chunk plus 1; 0: none
+_USED = 8  # the number of chunks used so far
 
 
 @inlined
 def _names_of(stored, group, cell):
+    """Return the address of the names in the row of a cell."""
     return stored.rows + cell * stored.row_bytes + group.names_at
 
 
 @inlined
 def _entry(group, name):
+    """Return the address of the entry with this name."""
     return group.entries + (np.int64(name) - 1) * group.nbytes
 
 
@@ -48,8 +53,10 @@ def _entry(group, name):
 
 @inlined
 def _expect_entries(stored, row):
+    """Prefetch the entries of the row at address ``row``."""
     for g in range(stored.group_count):
-        group, last = load_fields(stored.groups, g, Group), np.int32(0)
+        group = load_fields(stored.groups, g, Group)
+        last = np.int32(0)
         for n in range(group.names):
             name = load(row + group.names_at + 4 * n, np.int32)
             if name != last:
@@ -59,9 +66,9 @@ def _expect_entries(stored, row):
 
 @inlined
 def _copy_entry(stored, group, name, n, targets, i):
-    """Copy the entry whose name is number ``place`` in a row to row ``i`` of a
-    batch."""
-    source, side = _entry(group, name), np.int64(n >= group.pieces)
+    """Copy the entry whose name is number ``n`` in a row to row ``i`` of a batch."""
+    source = _entry(group, name)
+    side = np.int64(n >= group.pieces)
     piece = n - side * group.pieces
     for p in range(group.first_part, group.past_part):
         part = load_fields(stored.parts, p, Part)
@@ -94,12 +101,11 @@ def read(address, targets, cells, begin, end, live, whole):
             row = stored.rows + cell * stored.row_bytes
             prefetch(row)
             prefetch(row + stored.row_bytes - 1)
-        near, i = begun - _ROWS + _ENTRIES, begun - _ROWS
+        near = begun - _ROWS + _ENTRIES
         if begin <= near < end:
-            _expect_entries(
-                stored,
-                stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes,
-            )
+            near_cell = load(cells + 8 * near, np.int64)
+            _expect_entries(stored, stored.rows + near_cell * stored.row_bytes)
+        i = begun - _ROWS
         if i < begin:
             continue
         row = stored.rows + load(cells + 8 * i, np.int64) * stored.row_bytes
@@ -130,7 +136,13 @@ _ENDS = 3
 
 @inlined
 def _following(group, chunk):
+    """Return the chunk after a chunk in the ring of its lane."""
     return np.int64(load(group.following + 4 * chunk, np.int32))
+
+
+@inlined
+def _set_following(group, chunk, following):
+    store(group.following + 4 * chunk, np.int32(following), np.int32)
 
 
 @inlined
@@ -139,20 +151,21 @@ def _enter_chunk(group, newest, oldest):
     next in the ring is live."""
     last = (newest - 1) >> group.bits
     after = _following(group, last) if newest else np.int64(-1)
-    spare, used = load(group.counters, np.int64), load(group.counters + 8, np.int64)
+    spare = load(group.counters + _SPARE, np.int64)
+    used = load(group.counters + _USED, np.int64)
     is_full = newest == 0 or (oldest != 0 and after == (oldest - 1) >> group.bits)
     # there are always enough chunks, except in forged states
     if not is_full or (spare == 0 and used == group.chunks):
         return max(after, np.int64(0))
     if spare:
         chunk = spare - 1
-        store(group.counters, _following(group, chunk) + 1, np.int64)
+        store(group.counters + _SPARE, _following(group, chunk) + 1, np.int64)
     else:
         chunk = used
-        store(group.counters + 8, used + 1, np.int64)
-    store(group.following + 4 * chunk, np.int32(after if newest else chunk), np.int32)
+        store(group.counters + _USED, used + 1, np.int64)
+    _set_following(group, chunk, after if newest else chunk)
     if newest:
-        store(group.following + 4 * last, np.int32(chunk), np.int32)
+        _set_following(group, last, chunk)
     return chunk
 
 
@@ -178,36 +191,52 @@ def link(address, head):
     """
     stored = load_fields(address, 0, Stored)
     ring = carray(pointer(head), (2, stored.lanes), np.int64)
-    for g in range(stored.group_count):
-        group = load_fields(stored.groups, g, Group)
-        is_live, used, spare = (
-            np.zeros(group.chunks, np.bool_),
-            np.int64(0),
-            np.int64(-1),
-        )
+    for number in range(stored.group_count):
+        group = load_fields(stored.groups, number, Group)
+        is_live = np.zeros(group.chunks, np.bool_)
         for lane in range(stored.lanes):
-            first = last = np.int64(-1)
-            for serial in range(ring[0, lane], ring[1, lane]):
-                cell = serial % (stored.total // stored.lanes) * stored.lanes + lane
-                for n in range(group.names):
-                    name = load(_names_of(stored, group, cell) + 4 * n, np.int32)
-                    chunk = (np.int64(name) - 1) >> group.bits
-                    if chunk == last or name < 1 or is_live[chunk]:
-                        continue
-                    is_live[chunk], used = True, max(used, chunk + 1)
-                    if last < 0:
-                        first = chunk
-                    else:
-                        store(group.following + 4 * last, np.int32(chunk), np.int32)
-                    last = chunk
-            if last >= 0:
-                store(group.following + 4 * last, np.int32(first), np.int32)
-        for chunk in range(used):
-            if not is_live[chunk]:
-                store(group.following + 4 * chunk, np.int32(spare), np.int32)
-                spare = np.int64(chunk)
-        store(group.counters, spare + 1, np.int64)
-        store(group.counters + 8, used, np.int64)
+            _link_lane(stored, group, lane, ring, is_live)
+        _list_spare(group, is_live)
+
+
+@inlined
+def _link_lane(stored, group, lane, ring, is_live):
+    """Build the ring of a lane: the chunks of its live rows, in their order; mark these
+    chunks in ``is_live``."""
+    steps = stored.total // stored.lanes
+    first = np.int64(-1)
+    last = np.int64(-1)
+    for serial in range(ring[0, lane], ring[1, lane]):
+        cell = serial % steps * stored.lanes + lane
+        for position in range(group.names):
+            name = load(_names_of(stored, group, cell) + 4 * position, np.int32)
+            chunk = (np.int64(name) - 1) >> group.bits
+            if chunk == last or name < 1 or is_live[chunk]:
+                continue
+            is_live[chunk] = True
+            if last < 0:
+                first = chunk
+            else:
+                _set_following(group, last, chunk)
+            last = chunk
+    if last >= 0:
+        _set_following(group, last, first)
+
+
+@inlined
+def _list_spare(group, is_live):
+    """List the chunks before the last live one that are not live as spare."""
+    used = np.int64(0)
+    for chunk in range(len(is_live)):
+        if is_live[chunk]:
+            used = np.int64(chunk + 1)
+    spare = np.int64(-1)
+    for chunk in range(used):
+        if not is_live[chunk]:
+            _set_following(group, chunk, spare)
+            spare = np.int64(chunk)
+    store(group.counters + _SPARE, spare + 1, np.int64)
+    store(group.counters + _USED, used, np.int64)
 
 
 # -- writing
@@ -231,6 +260,8 @@ def _given(group, data, part, side):
 
 @inlined
 def _is_entry(group, data, side, name, piece):
+    """Whether the bytes of a piece of the data equal those of the entry with this
+    name."""
     stored = _entry(group, name)
     for p in range(group.first_part, group.past_part):
         part = load_fields(data.parts, p, Part)
@@ -288,7 +319,8 @@ def _fresh(group, data, side, row, ends):
 def _put(stored, group, data, row, ends):
     """Store the observations of the next row of a lane; ``row`` is the address of its
     names."""
-    newest, pieces = load(ends + _ROW, np.int64), group.pieces
+    newest = load(ends + _ROW, np.int64)
+    pieces = group.pieces
     for side in range(group.sides):
         # The first names may be those of the row before, whose next observation this
         # is, or of the stack a step before.
@@ -309,10 +341,8 @@ def _put(stored, group, data, row, ends):
 def _find_ends(stored, group, ends, lane, head, new_rows):
     """Look up the ends of a lane; ``new_rows`` rows are written to it, and replace its
     oldest ones."""
-    steps, written = (
-        stored.total // stored.lanes,
-        load(head + 8 * (stored.lanes + lane), np.int64),
-    )
+    steps = stored.total // stored.lanes
+    written = load(head + 8 * (stored.lanes + lane), np.int64)
     live = written - load(head + 8 * lane, np.int64)
     row = (written - 1) % steps * stored.lanes + lane if live else np.int64(_NONE)
     store(ends + _ROW, row, np.int64)

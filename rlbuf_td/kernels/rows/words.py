@@ -25,10 +25,13 @@ def words_of(extents: np.ndarray, sources: list[int]) -> tuple[np.ndarray, int]:
         extents: offset and size of each leaf in a row, ``[leaves, 2]``.
         sources: :data:`ROW`, :data:`LAST_ROW` or :data:`ELSEWHERE` for each leaf.
     """
-    wide, narrow, before = [], [], 0
+    wide = []
+    narrow = []
+    before = 0
     for leaf, (offset, size) in enumerate(extents.tolist()):
         is_wide = not (offset % WIDE or size % WIDE)
-        words, source = wide if is_wide else narrow, sources[leaf]
+        words = wide if is_wide else narrow
+        source = sources[leaf]
         copied = 0 if source == ELSEWHERE else size
         for inside in range(0, copied, WIDE if is_wide else 1):
             words.append((offset + inside, inside, size, leaf, before, source))

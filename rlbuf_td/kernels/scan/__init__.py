@@ -29,10 +29,14 @@ def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
     """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds of torch operations
     (Hillis and Steele, 1986)."""
     steps = a.shape[1]
-    x, carry, reach = a, b.expand_as(a), 1
+    x = a
+    carry = b.expand_as(a)
+    reach = 1
     while reach < steps:
-        near, far = x[:, :-reach], x[:, reach:]
-        here, there = carry[:, :-reach], carry[:, reach:]
+        near = x[:, :-reach]
+        far = x[:, reach:]
+        here = carry[:, :-reach]
+        there = carry[:, reach:]
         cut = here == 0
         x = torch.cat([torch.where(cut, near, near + here * far), x[:, -reach:]], dim=1)
         # The last `reach` steps already include all later steps, so they carry nothing.

@@ -21,17 +21,21 @@ _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 
 class Rollout(NamedTuple):
-    """The arguments of :func:`gae`."""
+    """The arguments of :func:`gae`: numbers, and addresses of ``[lanes, steps,
+    features]`` elements."""
 
     gamma: float
     decay: float  # gamma * lmbda
+    # inputs
     value: int
     next_value: int
     reward: int
     done: int
     terminated: int
+    # results
     advantage: int
     target: int
+    # numbers
     lanes: int
     steps: int
     features: int
@@ -39,6 +43,8 @@ class Rollout(NamedTuple):
 
 @inlined
 def _gae_lanes(gamma, decay, columns):
+    """Compute advantages and targets of one feature; four lanes at a time hide the
+    latency of sums."""
     value, next_value, reward, done, terminated, advantage, target = columns
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
@@ -67,7 +73,8 @@ def _gae_lanes(gamma, decay, columns):
                 advantage[m, step] = xm
         else:
             for row in range(first, end):
-                i, x = np.uint64(row), zero
+                i = np.uint64(row)
+                x = zero
                 for back in range(steps):
                     step = np.uint64(steps - 1 - back)
                     x = advantage[i, step] + (zero if done[i, step] else decay * x)
@@ -80,6 +87,7 @@ def _gae_lanes(gamma, decay, columns):
 
 @inlined
 def _gae_rows(gamma, decay, columns):
+    """Compute advantages and targets of several features."""
     value, next_value, reward, done, terminated, advantage, target = columns
     lanes, steps, features = advantage.shape
     zero = advantage.dtype.type(0)
@@ -114,6 +122,7 @@ def gae(rollout: Rollout, dtype):
 
 @inlined
 def _columns(rollout, shape, dtype):
+    """Return the arrays of a rollout, in the order of the arguments of GAE."""
     return (
         carray(pointer(rollout.value), shape, dtype),
         carray(pointer(rollout.next_value), shape, dtype),

@@ -39,7 +39,7 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import BY_BATCH, Stratification, masses
+from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, Stratification, masses
 from rlbuf_td.kernels.sum_tree.blocks import (
     BlockUpdate,
     Run,
@@ -54,7 +54,8 @@ Number: TypeAlias = float | Tensor
 BLOCK, GROUP = 16, 8  # weights per block, and blocks or groups per group
 #: Bounds of weights, normal float32 numbers: no positive float32 priority gets the
 # weight 0, and none an infinite one.
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
+SMALLEST = 2.0**-126
+LARGEST = 2.0**126
 #: Larger magnitudes count as this value, the largest float32.
 LARGEST_MAGNITUDE = torch.finfo(torch.float32).max
 #: What an update returns, instead of a magnitude, if it refuses the batch.
@@ -90,7 +91,8 @@ class SumTree:
         self.lock = Lock()  # held around loops, which release the GIL
         with outside_inference_mode():
             self.refused = torch.zeros((), dtype=torch.int64, device=leaves.device)
-            count = block_count(self.rows) * (backend_of(leaves) == "triton")
+            is_on_gpu = backend_of(leaves) == "triton"
+            count = block_count(self.rows) if is_on_gpu else 0
             self.blocks = torch.zeros(
                 (2, count), dtype=torch.float64, device=leaves.device
             )
@@ -254,9 +256,11 @@ def tree_bytes(capacity: int, device: torch.device) -> int:
 
 
 def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
+    """Return the numbers of leaves and of nodes of a tree for ``capacity`` rows."""
     # `write_magnitudes` needs an element behind all rows
     rows = (capacity // BLOCK + 1) * BLOCK
-    return rows, (_starts(rows)[-1] + GROUP) * has_nodes
+    nodes = _starts(rows)[-1] + GROUP if has_nodes else 0
+    return rows, nodes
 
 
 def _starts(rows: int) -> list[int]:
@@ -381,12 +385,7 @@ def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
 
 
 def draw(
-    tree: SumTree,
-    uniform: Tensor,
-    stratified: bool,
-    rows: Number,
-    beta: Number,
-    norm: str | None,
+    tree: SumTree, uniform: Tensor, rows: Number, law: Stratification
 ) -> tuple[Tensor, Tensor]:
     """Draw rows with probability ``weight / total``, and compute their importance
     weights. O(N): scans all weights.
@@ -394,36 +393,33 @@ def draw(
     Args:
         tree: the sum tree.
         uniform: ``[B]`` float64 in ``[0, 1)``; the call may overwrite this tensor.
-        stratified: divide the sum of all weights into ``B`` equal segments, and draw
-            one row in each.
         rows: the number ``N`` in the importance weight ``(N * P)^-beta`` of a row drawn
             with probability ``P``.
-        beta: exponent of the importance weight, not negative.
-        norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest
-            one in the buffer or in the batch; None: do not divide them.
+        law: how the ``B`` rows are drawn and weighed.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights.
     """
     sums = tree.weight.cumsum(0, dtype=torch.float64)
     total = sums[-1]
-    index = torch.searchsorted(
-        sums, masses(uniform, total, stratified), right=True
-    ).clamp(max=len(tree.weight) - 1)
+    positions = masses(uniform, total, law.step)
+    index = torch.searchsorted(sums, positions, right=True)
+    index = index.clamp(max=len(tree.weight) - 1)
     # A scan on many cores rounds differently from row to row. A draw that rounding
     # leads to a row of weight 0, or beyond the last row, takes the row with the largest
     # weight instead.
-    chosen, (largest, its_row) = tree.weight[index], tree.weight.max(0)
+    chosen = tree.weight[index]
+    largest, its_row = tree.weight.max(0)
     is_valid = chosen > 0
     index = torch.where(is_valid, index, its_row)
     chosen = torch.where(is_valid, chosen, largest).to(torch.float64)
-    if norm == "buffer":
+    if law.norm == BY_BUFFER:
         smallest = tree.smallest
-    elif norm == "batch":
+    elif law.norm == BY_BATCH:
         smallest = chosen.amin()
     else:
         smallest = total / rows
-    return index, (chosen / smallest).pow(-beta).to(torch.float32)
+    return index, (chosen / smallest).pow(-law.beta).to(torch.float32)
 
 
 def launch_draw(

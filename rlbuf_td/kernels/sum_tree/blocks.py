@@ -27,16 +27,16 @@ class BlockUpdate(NamedTuple):
 class Run(NamedTuple):
     """New rows in consecutive cells; after the last cell comes cell 0."""
 
-    first: int
-    count: int
-    cells: int  # of all rows
+    first: int  # the first cell
+    count: int  # the number of new rows
+    cells: int  # the number of cells of all rows
 
 
 class WeightLaw(NamedTuple):
     """How magnitudes become weights."""
 
-    alpha: float
-    eps: float
+    alpha: float  # exponent
+    eps: float  # added to magnitudes
     least: float  # lower bound of magnitudes
     first: float  # magnitude of new rows before any TD error
 

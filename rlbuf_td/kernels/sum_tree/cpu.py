@@ -27,21 +27,25 @@ from rlbuf_td.kernels.strata import (
 )
 from rlbuf_td.kernels.sum_tree import BLOCK, GROUP, LARGEST, REFUSED, SMALLEST, TREE
 
-_ONE, _NONE = np.uint64(1), np.float32(np.inf)
+_ONE = np.uint64(1)
+_NONE = np.float32(np.inf)
 _ROWS, _SHIFT = (np.uint64(size.bit_length() - 1) for size in (BLOCK, GROUP))
 
 
 class _Arrays(NamedTuple):
-    starts: np.ndarray
-    magnitude: np.ndarray
-    weight: np.ndarray
-    sums: np.ndarray
-    before: np.ndarray
-    minima: np.ndarray
+    """The memory of a tree; :class:`SumTree` describes it."""
+
+    starts: np.ndarray  # of each level in the arrays of nodes
+    magnitude: np.ndarray  # of each row
+    weight: np.ndarray  # of each row
+    sums: np.ndarray  # of each node
+    before: np.ndarray  # the sum of the nodes before each one in its group
+    minima: np.ndarray  # the smallest positive weight below each node
 
 
 @inlined
 def _arrays(tree):
+    """Return the arrays of a ``TREE`` record."""
     record = tree[0]
     return _Arrays(
         starts=carray(pointer(record.starts), record.levels, np.uint64),
@@ -65,7 +69,9 @@ def _weight(magnitude, alpha, eps):
 def _set_block(weight, sums, minima, block):
     """Recompute the sum and the minimum of one block of weights; return whether the
     minimum changed."""
-    row, total, smallest = block << _ROWS, 0.0, _NONE
+    row = block << _ROWS
+    total = 0.0
+    smallest = _NONE
     for k in range(BLOCK):
         w = weight[row + uint64(k)]
         total += w
@@ -118,7 +124,8 @@ def update(tree, index, size, rows, alpha, eps):
     float32."""
     if not acceptable(index, size, rows):
         return REFUSED
-    record, (starts, magnitude, weight, sums, before, minima) = tree[0], _arrays(tree)
+    record = tree[0]
+    (starts, magnitude, weight, sums, before, minima) = _arrays(tree)
     # where the second level begins, in bytes
     second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])
     for j in range(index.shape[0]):
@@ -153,7 +160,8 @@ def _sum_upwards(starts, sums, before, node, count):
     """Recompute the sums of all nodes above the blocks ``node[:count]``; ``node`` is
     overwritten."""
     for level in range(starts.shape[0] - 1):
-        start, above = starts[level], starts[level + 1]
+        start = starts[level]
+        above = starts[level + 1]
         # no more groups than blocks: recompute all groups
         if (above - start) >> _SHIFT <= uint64(count):
             for group in range((above - start) >> _SHIFT):
@@ -198,9 +206,12 @@ def repair_range(tree, start, count):
 
 @inlined
 def _descend(arrays, mass, node):
+    """Lead each position in ``mass`` from its ``node`` at the top to a block of rows;
+    leave what remains of it."""
     starts, before = arrays.starts, arrays.before
     for level in range(starts.shape[0] - 2, -1, -1):
-        start, below = starts[level], address_of(arrays.weight)
+        start = starts[level]
+        below = address_of(arrays.weight)
         if level:
             below = 8 * np.int64(starts[level - 1]) + address_of(before)
         for j in range(node.shape[0]):

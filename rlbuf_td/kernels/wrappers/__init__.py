@@ -145,20 +145,28 @@ def expand(
         shape: the rows around each anchor.
     """
     back, ahead = (rows[:, None] for rows in reach)
+    # time steps from the anchor, ``[B, L]``; `wanted` may leave the trajectory
     wanted = torch.arange(-shape.burn_in, shape.length, device=anchors.device)
     if shape.shifts:
         wanted = wanted - (shape.length - 1 - ahead).clamp(min=0).minimum(back)
     offset = wanted.minimum(ahead).maximum(-back)
     flat = (anchors[:, None] + offset * lanes) % (steps * lanes)
+
     mask = offset == wanted
-    first, last = mask.clone(), mask.clone()
+    first = mask.clone()
     first[:, 1:] &= ~mask[:, :-1]
     first[:, 0].fill_(True)
+    last = mask.clone()
     last[:, :-1] &= ~mask[:, 1:]
-    before = torch.arange(shape.window, device=anchors.device) < shape.burn_in
-    masks = mask, before.expand_as(mask), first, last
-    rows = flat, anchors[:, None].expand_as(flat), *masks
-    return Expanded(*(part.flatten() for part in rows))
+    is_burn_in = torch.arange(shape.window, device=anchors.device) < shape.burn_in
+    return Expanded(
+        flat=flat.flatten(),
+        anchors=anchors[:, None].expand_as(flat).flatten(),
+        mask=mask.flatten(),
+        burn_in_mask=is_burn_in.expand_as(mask).flatten(),
+        first=first.flatten(),
+        last=last.flatten(),
+    )
 
 
 def launch_expand(
@@ -224,7 +232,8 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask``
     must be contiguous.
     """
-    dtype, rows = target.dtype, target.shape[0]
+    dtype = target.dtype
+    rows = target.shape[0]
     is_on_host = backend_of(target) == "numba"
     is_number = target.numel() == rows and target.is_contiguous()
     if is_on_host and is_number and dtype in (torch.float32, torch.float64):

@@ -141,7 +141,8 @@ def put_sum(target, rewards, numbers, cell, count, gamma):
     """Write the discounted sum of ``count`` rewards, from row ``cell`` on, to
     ``target``."""
     # as with torch's ``cumsum``, -0.0 becomes 0.0
-    total, discount = 0.0 + _reward_at(rewards, cell), 1.0
+    total = 0.0 + _reward_at(rewards, cell)
+    discount = 1.0
     for _ in range(1, count):
         cell = following(numbers, cell)
         discount *= gamma
@@ -179,7 +180,8 @@ def n_step(episodes, address, flat, targets, steps, live):
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell, length = first[i], load(taken + 8 * i, np.int64)
+        cell = first[i]
+        length = load(taken + 8 * i, np.int64)
         for leaf in range(batch.leaves):
             offset = leaves[leaf, 0]
             width = leaves[leaf, 1]
@@ -230,25 +232,28 @@ def relabel(
     cell = carray(pointer(drawn), count, np.int64)
     pick = carray(pointer(uniform), count, np.float64)
     chosen = np.empty(count, np.int64)
+    _, _, least_random, _ = distribution.thresholds
     extent = batch.extents + 16 * goals[0]
-    offset = load(extent, np.int64)
+    offset = load(extent, np.int64)  # of the achieved goal in a row
     width = load(extent + 8, np.int64)
     for i in range(count):
         expect(numbers, cell[i])
     for i in range(count):
         chosen[i] = choose(numbers, distribution, live, cell[i], pick[i])
         if chosen[i] >= 0:
-            if not are_cells and pick[i] >= distribution.thresholds[2]:
+            is_number = pick[i] >= least_random  # see `choose`
+            if is_number and not are_cells:
                 chosen[i] = cell_of(numbers, chosen[i])
             prefetch(batch.rows + chosen[i] * batch.row_bytes + offset)
     for i in range(count):
+        is_relabeled = chosen[i] >= 0
+        achieved = batch.rows + chosen[i] * batch.row_bytes + offset
         for j in range(i * window, (i + 1) * window):
-            store(relabeled + j, chosen[i] >= 0, np.bool_)
-            for goal in goals[1:] if chosen[i] >= 0 else goals[:0]:
-                goal_at = load(targets + 8 * goal, np.int64) + j * width
-                copy_few(
-                    goal_at, batch.rows + chosen[i] * batch.row_bytes + offset, width
-                )
+            store(relabeled + j, is_relabeled, np.bool_)
+            if is_relabeled:
+                for goal in goals[1:]:
+                    desired = load(targets + 8 * goal, np.int64) + j * width
+                    copy_few(desired, achieved, width)
 
 
 @inlined
@@ -286,7 +291,8 @@ def replace_short(
     for ``order`` only counts; a call with other anchors must do so before one that
     replaces.
     """
-    numbers, short = numbers_at(episodes), 0
+    numbers = numbers_at(episodes)
+    short = 0
     anchor = carray(pointer(anchors), count, np.int64)
     for i in range(count):
         if order and not _fits(numbers, length, burn_in, across, anchor[i]):
@@ -392,22 +398,29 @@ def mark_ends(episodes, windows, flat, targets):
         )
     for flag in range(3):
         width = flags[flag, 1]
-        if width:
-            target = load(targets + 8 * flags[flag, 0], np.int64)
-            for i in range(windows.count):
-                for bound in (
-                    (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1])
-                ):
-                    for feature in range(width):
-                        store(
-                            target + (i * window + bound) * width + feature,
-                            True,
-                            np.bool_,
-                        )
+        if not width:
+            continue
+        target = load(targets + 8 * flags[flag, 0], np.int64)
+        for i in range(windows.count):
+            first = i * window
+            if flag == 0:  # "is_init"
+                _set_flags(target, first, width)
+                _set_flags(target, first + bounds[i, 0], width)
+            else:
+                _set_flags(target, first + bounds[i, 1], width)
+
+
+@inlined
+def _set_flags(target, row, width):
+    """Set the ``width`` flags of row ``row`` in the leaf at address ``target``."""
+    for feature in range(width):
+        store(target + row * width + feature, True, np.bool_)
 
 
 @kernel
 def _mark_first_steps(numbers, windows, flat, target, width):
+    """Mark the rows of windows that begin an episode in the leaf at address ``target``,
+    ``width`` flags per row."""
     window = windows.burn_in + windows.length
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     for row in range(windows.count * window):
