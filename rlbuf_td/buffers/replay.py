@@ -1622,9 +1622,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if "mask" in reported_by(parts.sampler) and "mask" in batch.keys():
                 kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
             flat = flat[kept]
-            storage.edit_entries(
-                flat, {key: value[kept] for key, value in values.items()}
-            )
+            kept_values = {key: value[kept] for key, value in values.items()}
+            storage.edit_entries(flat, kept_values, is_counted=False)
         return len(flat)
 
     def set_at_(self, key: NestedKey, value: object, index: object) -> Self:
@@ -1657,8 +1656,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 f"{self.dim_extend}): use rb[key] = value, or rb.storage.edit(change, index), which takes [T, E]"
             )
         self._refuse_rounding({key: value})
-        with defer_sigint:
-            self.storage.edit(lambda data: setitem(data[key], ..., value), index)  # pyrefly: ignore [no-matching-overload]
+        self.storage.edit(lambda data: setitem(data[key], ..., value), index, key=key)  # pyrefly: ignore [no-matching-overload]
         return self
 
     def set_(self, *_: object, **__: object) -> NoReturn:
@@ -1683,10 +1681,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._refuse_shut_down()
         if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
-            with defer_sigint:
-                self.storage.edit_all(
-                    lambda data: data.transpose(self.dim_extend, 0).set_(index, value)
-                )
+            self.storage.edit(
+                lambda data: data.transpose(self.dim_extend, 0).set_(index, value),
+                key=index,
+            )
         else:
             super().__setitem__(index, value)
 

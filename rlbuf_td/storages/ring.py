@@ -44,7 +44,6 @@ from rlbuf_td.kernels.serials import (
     NEXT_ROWS_WRITTEN,
     PUBLICATION,
     PUBLISHED,
-    REVISION,
     ROWS_WRITTEN,
     TAIL,
     UNCOUNTED,
@@ -245,7 +244,6 @@ class Ring:
         """Note that a writer has stored the estimates of these rows, and on how many of
         them it called its value network."""
         self.numbers[VALUE_ROWS] = value_rows
-        self.numbers[REVISION] += 1
         self.numbers[ESTIMATED] = self.publication  # last
 
     @property
