@@ -300,7 +300,8 @@ class PackedStorage(LazyTensorStorage):
         self.reopen = reopen
         # the class of the rows in `get`; None: TensorDict
         self.row_class: RowClass | None = None
-        self.keys = StorageKeys()  # of episodes
+        # by which writes and look-ups of all processes find episodes
+        self.keys = StorageKeys()
         # whether the rows were allocated by `reserve`; the first write may add keys
         self.is_reserved = False
         for name in (
@@ -470,16 +471,6 @@ class PackedStorage(LazyTensorStorage):
         self._take_edits()
         return self._ring.numbers[REVISION]
 
-    @property
-    def episode_keys(self) -> EpisodeKeys:
-        """The keys by which writes and look-ups of all processes find episodes."""
-        return self.keys.pair
-
-    @property
-    def uses_episode_keys(self) -> bool:
-        """Whether somebody looks up episodes by these keys, in any process."""
-        return self.keys.are_used
-
     def use_episode_keys(self, keys: EpisodeKeys) -> None:
         """Look up episodes by these keys; ValueError if others are in use, in this
         process or in another one that shares the rows."""
@@ -524,7 +515,7 @@ class PackedStorage(LazyTensorStorage):
         )
         with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
             self.episodes = Episodes(
-                self.all_rows(), self._ring, self.episode_keys, memory
+                self.all_rows(), self._ring, self.keys.pair, memory
             )
             if before is not None:
                 self.episodes.numbers.copy_(before.numbers)
@@ -538,14 +529,10 @@ class PackedStorage(LazyTensorStorage):
             if saved is None
             else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
         )
-        if (
-            keys is not None
-            and keys != self.episode_keys
-            and not self.uses_episode_keys
-        ):
+        if keys is not None and keys != self.keys.pair and not self.keys.are_used:
             self._replace_keys(keys)
         if self.episodes is not None:
-            self.episodes.load(saved if keys == self.episode_keys else None)
+            self.episodes.load(saved if keys == self.keys.pair else None)
 
     def episodes_now(self) -> Episodes:
         """Return the numbers of the rows' episodes, up to date.
@@ -559,7 +546,7 @@ class PackedStorage(LazyTensorStorage):
         ring, episodes = self.ring if self.rows is None else self._ring, self.episodes
         if episodes is None:
             # raises an error
-            episodes = Episodes(self.all_rows(), ring, self.episode_keys)
+            episodes = Episodes(self.all_rows(), ring, self.keys.pair)
         if ring.numbers[EPISODES_STALE]:
             episodes.refresh()
         return episodes
@@ -777,17 +764,18 @@ class PackedStorage(LazyTensorStorage):
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
-        lanes, lanes_first = write.lanes, write.lanes_first
-        if type(write.data) is not TensorDict:
-            data = self.as_rows(write.data, self._lead_dims(write))
+        data, lanes = write.data, write.lanes
+        if type(data) is not TensorDict:
+            data = self.as_rows(data, write.lead_dims(self.ndim))
             write = write._replace(data=data)
         with self.lock:
-            size = write.data.batch_size
-            if len(size) <= lanes_first and not write.is_single:
-                refuse_shape(write.data, self._lead_dims(write))
-            count = 1 if write.is_single else size[lanes_first]
-            if not count:
-                raise ValueError("extend needs at least one transition, got none")
+            size, count = data.batch_size, 1
+            if not write.is_single:
+                if len(size) <= write.lanes_first:
+                    refuse_shape(data, write.lead_dims(self.ndim))
+                count = size[write.lanes_first]
+                if not count:
+                    raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
             if plan is None or plan.changes != plan.listeners.changes:
                 plan = self._plan_writes(write)
@@ -795,22 +783,18 @@ class PackedStorage(LazyTensorStorage):
             if lanes is not None:
                 write = write._replace(lanes=as_lanes(lanes, count))
                 lead = size[:1]
-            elif lanes_first:
+            elif write.lanes_first:
                 lead += size[1:2]
             elif not write.is_single:
                 lead = size[:1] + lead
             if write.begins_anew or type(lanes) is TakenLane:
                 # refuses the data before anything changes
-                plan.rows.layout.collect(write.data, lead)
+                plan.rows.layout.collect(data, lead)
                 if write.begins_anew:
                     self._remove_rows()
                 elif self.episodes is not None:
                     self.episodes.end(lanes.lane)
             return plan.write(self, write, lead, count)
-
-    def _lead_dims(self, write: Write) -> int:
-        """Return the number of dims of the data that number rows."""
-        return 1 if write.lanes is not None else self.ndim - write.is_single
 
     def _plan_writes(self, write: Write) -> WritePlan:
         """Choose how rows are written; allocate them for the data if this is the first
@@ -956,7 +940,7 @@ class PackedStorage(LazyTensorStorage):
         change: Callable[[TensorDictBase], object],
         region: object = None,
         *,
-        key: NestedKey | None = None,
+        key: object = None,
     ) -> None:
         """Edit rows: ``change`` receives a copy of them as a TensorDict, and modifies
         it in place; an error in it changes nothing.
@@ -987,7 +971,9 @@ class PackedStorage(LazyTensorStorage):
             ]
             if not leaves:
                 raise KeyError(f"the rows have no entry {show_key(path)}")
-            copies = {leaf.key: rows.column_at(leaf.key, cells) for leaf in leaves}
+            copies: dict[Any, Any] = {
+                leaf.key: rows.column_at(leaf.key, cells) for leaf in leaves
+            }
             data = TensorDict(
                 copies,
                 cells.shape + rows.layout.root.batch_size,
@@ -1185,7 +1171,7 @@ class PackedStorage(LazyTensorStorage):
     def _admit(self, data: TensorDictBase, single: bool) -> Rows:
         """Return the rows; allocate them for ``data`` if this is the first write."""
         if self.rows is None or self.is_reserved:
-            if self.uses_episode_keys:
+            if self.keys.are_used:
                 refuse_inner(data.batch_size, self.ndim - single, self.ndim)
             if "index" in data.keys():  # some writers of TorchRL's add it
                 refuse_other_index(data.get("index"))

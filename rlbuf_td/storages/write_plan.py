@@ -33,11 +33,11 @@ from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.listeners import Listener, Listeners, Stage
 from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
+from rlbuf_td.storages.writes import StagedRows, Write
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
     from rlbuf_td.storages.ring import Ring
-    from rlbuf_td.storages.writes import Write
 
 _MOST_SIZES = 8  # batch sizes whose dtypes and shapes are kept
 
@@ -76,15 +76,6 @@ class WritePlan(ABC):
             listener.mark_update(index)
 
 
-class StagedRows(NamedTuple):
-    """Rows that lie at the same addresses in each write, see
-    :meth:`CompiledWrites.stage`."""
-
-    record: int  # the address of a ``RING`` record
-    lane_ids: int  # the address of the lane of each row; 0: one time step
-    memory: object  # what lies at these addresses
-
-
 class CompiledWrites(WritePlan):
     """Writes rows in host memory with one compiled call."""
 
@@ -116,6 +107,7 @@ class CompiledWrites(WritePlan):
             if stage.is_told and (stage.loop is None or stage != entered)
         )
         self.has_others = len(self.others) > 0
+        self.has_pairs = bool(rows.lanes)  # whether an index is [n, 2]
         self.entries = getattr(rows, "entries", None)  # of deduplicated rows
         # which may be conjugate views
         self.needs_copies = any(leaf.dtype.is_complex for leaf in rows.layout.leaves)
@@ -149,56 +141,63 @@ class CompiledWrites(WritePlan):
     def write(
         self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
-        """See :class:`WritePlan`."""
-        leaves = self._read(write.data, lead)  # kept alive for the kernel
-        lanes, is_told = write.lanes, write.is_told
-        entries, priorities = self.entries, self.priorities if is_told else None
-        index, pairs = None, bool(self.rows.lanes)
-        if pairs or not write.is_single:
-            rows = lead.numel()
-            index = torch.empty(
-                (rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu"
-            )
-        arguments = (
-            0 if lanes is None else lanes.data_ptr(),
-            write.lanes_first,
-            0 if index is None else index.data_ptr(),
-        )
-        goes_on = is_told and (
-            self.has_others or (priorities is not None and priorities.file is not None)
-        )
+        """See :class:`WritePlan`; None for staged rows."""
+        ring, entries, is_told = self.ring, self.entries, write.is_told
+        priorities = self.priorities if is_told else None
+        leaves, index = [], None
+        address, lane_ids = self.address, 0
+        if write.staged is not None:
+            address, lane_ids, *_ = write.staged
+        else:
+            leaves = self._read(write.data, lead)  # kept alive for the kernel
+            if write.lanes is not None:
+                lane_ids = write.lanes.data_ptr()
+            if self.has_pairs or not write.is_single:
+                shape = (lead.numel(), 2) if self.has_pairs else (lead.numel(),)
+                index = torch.empty(shape, dtype=torch.int64, device="cpu")
+        index_address = 0 if index is None else index.data_ptr()
+        goes_on = is_told and self.has_others
+        if priorities is not None and priorities.file is not None:
+            goes_on = True
         try:
             while True:
                 if entries is not None:
-                    entries.reserve(lead.numel())
-                    entries.begin(self.ring.head[:2])
-                entry = (
-                    0
-                    if priorities is None
-                    else priorities.record_at(storage, self.ring)
-                )
+                    entries.reserve(count if lane_ids else count * ring.lanes)
+                    entries.begin(ring.head[:2])
+                update = 0
+                if priorities is not None:
+                    update = priorities.record_at(storage, ring)
                 with self.lock if priorities is None else priorities.rule.table.lock:
-                    code = self.kernel(self.address, count, *arguments, entry, goes_on)
+                    code = self.kernel(
+                        address,
+                        count,
+                        lane_ids,
+                        write.lanes_first,
+                        index_address,
+                        update,
+                        goes_on,
+                    )
                 if code >= self.codes.IN_CELLS:
                     break
+                lanes = write.lanes if write.staged is None else write.staged.lanes
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:
                 entries.end()
-            new_index = code if index is None else index
+            if index is None:
+                index = code
             if write.record is not None:
-                write.record(
-                    self.sources
-                )  # before others, which may write: new `sources`
+                # before others, which may write: new `sources`
+                write.record(self.sources)
             if goes_on:
                 if priorities is not None:
-                    priorities.keep_new(new_index, storage)
-                self.tell(new_index)
-                self.ring.finish()
+                    priorities.keep_new(index, storage)
+                self.tell(index)
+                ring.finish()
         except BaseException:
-            if self.ring.dirty:
+            if ring.dirty:
                 storage.recover()
             raise
-        return new_index
+        return index
 
     @property
     def tells_nobody(self) -> bool:
@@ -207,10 +206,8 @@ class CompiledWrites(WritePlan):
         file = None if self.priorities is None else self.priorities.file
         return not self.has_others and file is None
 
-    def stage(
-        self, addresses: Sequence[int], lane_ids: np.ndarray | None
-    ) -> StagedRows:
-        """Describe rows whose leaves always lie at these ``addresses``.
+    def stage(self, addresses: Sequence[int], lane_ids: np.ndarray | None) -> Write:
+        """Return the write of rows whose leaves always lie at these ``addresses``.
 
         ``lane_ids``, int64, always holds their lanes; None: they are one time step.
         """
@@ -218,33 +215,8 @@ class CompiledWrites(WritePlan):
         record = self.ring_record.copy()
         record["sources"] = sources.ctypes.data
         lanes_at = 0 if lane_ids is None else lane_ids.ctypes.data
-        return StagedRows(record.ctypes.data, lanes_at, (record, sources, lane_ids))
-
-    def write_staged(
-        self, storage: PackedStorage, staged: StagedRows, count: int
-    ) -> bool:
-        """Write one time step, or the first ``count`` rows; return whether they have
-        been written.
-
-        If not, nothing has changed, and :meth:`write` removes the reason. The plan
-        :attr:`tells_nobody`.
-        """
-        entries, priorities, entry = self.entries, self.priorities, 0
-        if entries is not None:
-            entries.reserve(count if staged.lane_ids else self.ring.lanes)
-            entries.begin(self.ring.head[:2])
-        if priorities is not None:
-            entry = priorities.record_at(storage, self.ring)
-        with self.lock if priorities is None else priorities.rule.table.lock:
-            code = self.kernel(
-                *(staged.record, count, staged.lane_ids, False),
-                *(0, entry, False),
-            )
-        if code < self.codes.IN_CELLS:
-            return False
-        if entries is not None:
-            entries.end()
-        return True
+        staged = StagedRows(record.ctypes.data, lanes_at, lane_ids, (record, sources))
+        return Write(None, is_single=lane_ids is None, staged=staged)
 
     def _read(self, data: Any, lead: torch.Size) -> list[Tensor]:
         """Store the addresses of the leaves of ``data``, converted if necessary; return
@@ -261,12 +233,13 @@ class CompiledWrites(WritePlan):
                 [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
             )
             self.expected[lead] = expected
-        leaves, unknown = self.rows.layout.find(data)
-        places = None if unknown or self.needs_copies else expected.addresses(leaves)
-        if places is None:
+        leaves, addresses = self.rows.layout.find(data), None
+        if leaves is not None and not self.needs_copies:
+            addresses = expected.addresses(leaves)
+        if leaves is None or addresses is None:
             leaves = [on_host(leaf) for leaf in self.rows.layout.collect(data, lead)]
-            places = addresses_of(leaves)
-        self.set_sources(self.sources.data, 0, *places)
+            addresses = addresses_of(leaves)
+        self.set_sources(self.sources.data, 0, *addresses)
         return leaves
 
     def _mend(
@@ -274,7 +247,7 @@ class CompiledWrites(WritePlan):
         storage: PackedStorage,
         code: int,
         leaves: list[Tensor],
-        lanes: Tensor | None,
+        lanes: Any,
     ) -> list[Tensor]:
         """Remove the reason why nothing was written, or raise an error that says it;
         return the leaves."""
@@ -287,7 +260,7 @@ class CompiledWrites(WritePlan):
             leaves = [leaf.clone() for leaf in leaves]
             self.set_sources(self.sources.data, 0, *addresses_of(leaves))
         else:
-            refuse_lanes(lanes.numpy(), self.ring.lanes)  # pyrefly: ignore [missing-attribute]
+            refuse_lanes(np.asarray(lanes), self.ring.lanes)
         return leaves
 
 

@@ -171,10 +171,12 @@ class Rows(ABC):
         """Set entries, ``[B, ...]``, that are not deduplicated, of the rows at flat
         indices without repetitions, or in a range."""
         stored = self.layout if self.dedup is None else self.dedup.stored
-        columns = stored.columns(self.flat)
+        block = self.flat[cells]  # a view of a range, otherwise a copy
+        columns = stored.columns(block)
         for key, value in values.items():
-            column = columns[stored.places[key]]
-            column[cells] = value.detach().to(column.device)
+            columns[stored.places[key]].copy_(value.detach())
+        if isinstance(cells, torch.Tensor):
+            self.flat.index_copy_(0, cells, block)
 
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of all rows in the given time steps,
