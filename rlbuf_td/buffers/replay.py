@@ -2225,7 +2225,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             torchrl_parts.set_generator(storage, self._rng)
             if isinstance(self._writer, RoundRobinWriter):
                 torchrl_parts.set_cursor(
-                    self._writer, storage.ring.cursor if storage.ring.together else 0
+                    self._writer, storage.ring.cursor if storage.ring.are_aligned else 0
                 )
             torchrl_parts.empty_part(self._sampler)
             self._connect(default_priorities=True)

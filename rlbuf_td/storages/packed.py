@@ -442,7 +442,7 @@ class PackedStorage(LazyTensorStorage):
     def _rand_given_ndim(self, batch_size: int) -> Any:
         """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this
         method."""
-        if self.ring.together and not self.ring.holes:
+        if self.ring.are_aligned and not self.ring.holes:
             return super()._rand_given_ndim(batch_size)
         number = torch.randint(
             len(self.ring), (batch_size,), generator=self._rng, device=self.device
@@ -891,7 +891,7 @@ class PackedStorage(LazyTensorStorage):
             if selects:
                 cells = self.written_rows().cells_of(cursor)
                 return self.edit_entries(cells, self._entries_in(data, cells.shape))
-            if set_cursor and not self.ring.together:
+            if set_cursor and not self.ring.are_aligned:
                 raise RuntimeError(
                     "the lanes stand at unlike steps, because single lanes were written: write with rb.extend or "
                     "rb.add, which continue each lane"

@@ -164,7 +164,7 @@ class Ring:
         return 0 if are_cells else self.longest * self.lanes - rows
 
     @property
-    def together(self) -> bool:
+    def are_aligned(self) -> bool:
         """Whether all lanes have as many rows, and their next rows go to the same
         slot."""
         if self.common() is not None:
@@ -201,7 +201,7 @@ class Ring:
         if common is None:
             return (
                 (self.cursor - 1) % self.steps
-                if self.longest and self.together and not self.holes
+                if self.longest and self.are_aligned and not self.holes
                 else -1
             )
         (tail, written), steps = common, self.steps

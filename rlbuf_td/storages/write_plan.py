@@ -80,7 +80,7 @@ class CompiledWrites(WritePlan):
     """Writes rows in host memory with one compiled call."""
 
     def __init__(self, storage: PackedStorage) -> None:
-        from rlbuf_td.kernels.batch import RING, write_cpu
+        from rlbuf_td.kernels.batch import WRITE_RECORD, write_cpu
 
         super().__init__(storage)
         rows, ring, episodes, self.codes = (
@@ -116,7 +116,7 @@ class CompiledWrites(WritePlan):
         self.sources = np.empty(len(rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         self.ring_record = record_of(
-            RING,
+            WRITE_RECORD,
             rows=rows.flat.data_ptr(),
             row_bytes=rows.flat.stride(0) * rows.flat.element_size(),
             steps=rows.steps,
@@ -322,11 +322,11 @@ class TorchWrites(WritePlan):
         if write.is_single and storage.ndim == 1:
             index = int(cells[0])
 
-        are_apart = write.lanes is not None or not ring.together
+        are_ragged = write.lanes is not None or not ring.are_aligned
         serials, longest = ring.serials, ring.longest
         try:
             ring.begin(new.counts)
-            if are_apart:
+            if are_ragged:
                 steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
                 rows.matrix[longest : steps.max()].zero_()  # those of other lanes
             if addresses is None:
@@ -339,7 +339,7 @@ class TorchWrites(WritePlan):
                 episodes.note(launch.serials_after)
                 episodes.publish()
             ring.numbers[REVISION] += 1
-            if write.is_told and (addresses is None or are_apart):
+            if write.is_told and (addresses is None or are_ragged):
                 self.tell(index)
             elif write.is_told:
                 self.tell_run(index, int(cells[0]), len(cells))

@@ -148,7 +148,7 @@ class StagedRows(NamedTuple):
     """Rows that lie at the same addresses in each write, see
     :meth:`CompiledWrites.stage`."""
 
-    record: int  # the address of a ``WRITE`` record
+    record: int  # the address of a ``WRITE_RECORD``
     lane_ids: int  # the address of `lanes`; 0: one time step
     lanes: np.ndarray | None  # the lane of each row
     memory: object  # what the record refers to, and the record
