@@ -3,7 +3,7 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +38,7 @@ from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.torchrl_parts import listeners_of, loses_order
+from rlbuf_td.storages.writes import Write
 from rlbuf_td.writers import ReservoirWriter, RingWriter
 from rlbuf_td.writers.common import NO_GENERATIONS, TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -65,6 +66,9 @@ class Parts(NamedTuple):
     writes_generally: bool  # TorchRL's code writes
     # the writer only counts what the storage writes after the newest rows
     writes_directly: bool
+    # what does so: a method of the writer, or that of the storage if the writer only
+    # calls it
+    write: Callable[[Write], Any]
     # which of the sampler's methods "add" and "extend" do something
     notices: frozenset[str]
     # entries at the root of rows that the writer adds to data without them
@@ -95,6 +99,9 @@ class Parts(NamedTuple):
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         names = "add", "extend", "append"
+        write = storage.advance
+        if isinstance(writer, TimeWriter) and type(writer).write != TimeWriter.write:
+            write = writer.write
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         return cls(
             *(storage, sampler, writer, wrapper, prioritized, transforms),
@@ -104,6 +111,7 @@ class Parts(NamedTuple):
                 getattr(writer, name).__func__ is getattr(TimeWriter, name)
                 for name in names
             ),
+            write=write,
             notices=frozenset(
                 how for how in ("add", "extend") if has_own(sampler, how, *nothing)
             ),

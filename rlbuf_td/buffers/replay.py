@@ -1050,7 +1050,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if columns:
             writing.refuse_columns(data, *columns)
         try:
-            return self._write(data, "add", update_priority=True)
+            return self._write(Write(data, is_single=True), update_priority=True)
         except SchemaError as error:
             if getattr(data, "ndim", None) != self._storage.ndim:
                 raise
@@ -1192,55 +1192,46 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             UserWarning: (on the first write) a row holds several steps, because the
                 data has more batch dims than ``ndim``.
         """
-        return self._write(tensordicts, "extend", update_priority is not False, lanes)
+        write = Write(tensordicts, lanes=lanes)
+        return self._write(write, update_priority is not False)
 
-    def _write(
-        self, data: object, how: str, update_priority: bool, lanes: object = None
-    ) -> Any:
-        """Write the data as soon as flow control, if any, admits the write; to single
-        ``lanes`` if they are given."""
+    def _write(self, write: Write, update_priority: bool) -> Any:
+        """Write as soon as flow control, if any, admits it."""
+        data = write.data
         if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
-            return self._write_opened(data, how, update_priority, lanes)
+            return self._write_opened(write, update_priority)
         if self.lane_key is not None:
-            if lanes is None:
+            if write.lanes is None:
                 data, lanes = writing.with_lanes(self.lane_key, data)
-                how = "extend"
+                write = Write(data, lanes=lanes)
             else:
-                writing.refuse_other_lanes(self.lane_key, data, lanes)
+                writing.refuse_other_lanes(self.lane_key, data, write.lanes)
         if self.flow is None and self.episode_stats is None:
-            return self._write_now(data, how, update_priority, lanes)
+            return self._write_now(write, update_priority)
         self._refuse_shut_down()
-        write = self._write_now if self.episode_stats is None else self._write_and_count
+        call = self._write_now if self.episode_stats is None else self._write_and_count
         if self.flow is None:
-            return write(data, how, update_priority, lanes)
-        lead = self._lead_dims(how, lanes)
-        rows = data.batch_size[:lead].numel()
+            return call(write, update_priority)
+        rows = data.batch_size[: write.lead_dims(self.storage.ndim)].numel()
         with self._inserting(self.flow, rows):
-            return write(data, how, update_priority, lanes)
+            return call(write, update_priority)
 
-    def _lead_dims(self, how: str, lanes: object) -> int:
-        """Return the number of batch dims of the data that index rows."""
-        if lanes is not None:
-            return 1
-        return self.storage.ndim - 1 if how == "add" else self.storage.ndim
-
-    def _write_opened(
-        self, data: object, how: str, update_priority: bool, lanes: object
-    ) -> Any:
+    def _write_opened(self, write: Write, update_priority: bool) -> Any:
         """Write tensorclasses, tensors, or a list of steps as TensorDicts."""
-        storage = (self.parts or self._initialize()).storage
-        if how == "extend" and isinstance(data, list):
+        storage, data = (self.parts or self._initialize()).storage, write.data
+        if not write.is_single and isinstance(data, list):
             if not data:
                 raise ValueError("extend needs at least one transition, got none")
-            data = stacked(data, self.dim_extend if lanes is None else 0)
-        rows, row_class = unwrap(data, self._lead_dims(how, lanes))
+            data = stacked(data, self.dim_extend if write.lanes is None else 0)
+        rows, row_class = unwrap(data, write.lead_dims(storage.ndim))
         if not isinstance(rows, TensorDictBase):
+            how = "add" if write.is_single else "extend"
             writing.refuse_other_data(how, data)
         before = storage.row_class
         if row_class is not None:
             storage.take_class(row_class)
         try:
-            return self._write(rows, how, update_priority, lanes)
+            return self._write(write._replace(data=rows), update_priority)
         except Exception:
             if not len(storage):
                 storage.row_class = before
@@ -1268,35 +1259,35 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             yield
             flow.count_inserts(inserted - flow.inserted)
 
-    def _write_and_count(
-        self, data: TensorDictBase, how: str, update_priority: bool, lanes: object
-    ) -> Any:
+    def _write_and_count(self, write: Write, update_priority: bool) -> Any:
         """Write the data, and record the untransformed data in the episode
         statistics."""
         stats: Any = self.episode_stats
-        dims = self._lead_dims(how, lanes)
+        data, dims = write.data, write.lead_dims(self.storage.ndim)
         if data.ndim < dims:
-            return self._write_now(data, how, update_priority, lanes)
+            return self._write_now(write, update_priority)
         record = (
-            self._record_for(data, how) if lanes is None and data.ndim == dims else None
+            self._record_for(write)
+            if write.lanes is None and data.ndim == dims
+            else None
         )
         # data of the rows' dtypes and shapes needs no conversion
         if record is not None:
-            return self._write_now(data, how, update_priority, lanes, record)
+            return self._write_now(write._replace(record=record), update_priority)
         if data.ndim > dims:
             time_dim = -1
-        elif how == "add":
+        elif write.is_single:
             time_dim = None
         else:
-            time_dim = self.dim_extend if lanes is None else 0
+            time_dim = self.dim_extend if write.lanes is None else 0
         # refuses malformed data before the write
         steps = stats.read(data, time_dim=time_dim)
         with self._locked(), defer_sigint:
-            index = self._write_now(data, how, update_priority, lanes)
-            stats.record(steps, None if lanes is None else index[:, 1])
+            index = self._write_now(write, update_priority)
+            stats.record(steps, None if write.lanes is None else index[:, 1])
         return index
 
-    def _record_for(self, data: TensorDictBase, how: str) -> Record | None:
+    def _record_for(self, write: Write) -> Record | None:
         """Return how compiled writes count the data in statistics; None if its columns
         must be converted first."""
         parts, stats = self.parts, self.episode_stats
@@ -1320,61 +1311,50 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._recorder = recorder = _StatsRecorder(ref(plan), stats, record)
         record = recorder.record
         lanes = plan.ring.lanes
-        dim = self.dim_extend if how == "extend" else 0
-        count = data.shape[dim] if how == "extend" else 1
+        dim = 0 if write.is_single else self.dim_extend
+        count = 1 if write.is_single else write.data.shape[dim]
         return record and partial(
             record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1)
         )
 
-    def _write_now(
-        self,
-        data: TensorDictBase,
-        how: str,
-        update_priority: bool,
-        lanes: object,
-        record: Record | None = None,
-    ) -> Any:
-        """Check and transform the data, let the writer write it, and tell the sampler.
-
-        ``record`` counts the data in statistics.
-        """
+    def _write_now(self, write: Write, update_priority: bool) -> Any:
+        """Check and transform the data, let the writer write it, and tell the
+        sampler."""
         if self.parts is None or self._service_shutdown:
             self._refuse_shut_down()
             self._initialize()
-        rows = self._storage.rows
-        transforms = torchrl_parts.modules_of(self.parts.transforms)
+        parts, storage, data = self.parts, self._storage, write.data
+        transforms = torchrl_parts.modules_of(parts.transforms)
         # whether the data seems to have the entries of the rows, which the write checks
         fits_rows = False
-        if type(data) is TensorDict and rows is not None:
-            keys = plain_entries(data).keys()
-            names = rows.layout.names.keys()
-            added = self.parts.added_names  # by the writer
-            fits_rows = len(keys) == len(names)
-            if added and not fits_rows:
-                fits_rows = keys <= names <= keys | added
-        if not fits_rows or transforms:
+        may_have_errors = update_priority and parts.prioritized is not None
+        if type(data) is TensorDict and storage.rows is not None and not transforms:
+            # otherwise, entries may have to be removed, added or refused
+            layout, keys = storage.rows.layout, plain_entries(data).keys()
+            names = layout.names.keys()
+            fits_rows = keys == names or (keys <= names <= keys | parts.added_names)
+            if fits_rows and may_have_errors:
+                may_have_errors = self.priority_key in layout.all_keys
+        if not fits_rows:
             data = writing.without_report(data)
-        if lanes is not None:
+        if write.lanes is not None:
             self.refuse_lanes("lanes=")
-        elif self.parts.writes_generally:
+        elif parts.writes_generally:
             return (
                 super().add(data)
-                if how == "add"
+                if write.is_single
                 else super().extend(data, update_priority=update_priority)
             )
-        if not fits_rows or transforms:
-            data = self._prepared(data, self._lead_dims(how, lanes))
+        if not fits_rows:
+            data = self._prepared(data, write.lead_dims(storage.ndim))
             if data is None:  # a transform may hold back data
-                return torch.zeros(
-                    (0, self._storage.ndim), dtype=torch.long, device="cpu"
-                )
-        elif rows is not None and self.parts.prioritized is not None:
-            update_priority &= self._has_errors(rows.layout)
-        time_dim = self._dim_extend if how == "extend" and lanes is None else 0
-        with self._storage.lock:
+                return torch.zeros((0, storage.ndim), dtype=torch.long, device="cpu")
+        how = "add" if write.is_single else "extend"
+        in_steps = write.is_single or write.lanes is not None
+        time_dim = 0 if in_steps else self._dim_extend
+        with storage.lock:
             # under the lock: another thread may have replaced a part
-            parts, storage = self.parts, self._storage
-            writer = parts.writer
+            parts = self.parts
             td_error = None
             is_direct = parts.writes_directly and self._dim_extend < storage.ndim
             if time_dim and (not is_direct or data.ndim <= time_dim):
@@ -1382,34 +1362,23 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                     refuse_shape(data, storage.ndim)
                 data = reshaped(data, lambda data: data.transpose(time_dim, 0))
                 time_dim = 0
-            if update_priority and parts.prioritized is not None:
-                td_error = self._errors_in(
-                    data,
-                    self._lead_dims(how, lanes),
-                    time_dim,
-                    parts.prioritized.reduction,
-                )
+            if data is not write.data or time_dim:
+                write = write._replace(data=data, lanes_first=time_dim == 1)
+            prioritized = parts.prioritized
+            if may_have_errors and prioritized is not None:
+                td_error = self._errors_in(write, time_dim, prioritized.reduction)
             if is_direct:
-                write = Write(
-                    data,
-                    is_single=how == "add",
-                    lanes=lanes,
-                    lanes_first=time_dim == 1,
-                    record=record,
-                )
-                index = writer.write(write)
+                index = parts.write(write)
+            elif write.lanes is None:
+                index = getattr(parts.writer, how)(data)
             else:
-                index = (
-                    getattr(writer, how)(data)
-                    if lanes is None
-                    else writer.append(lanes, data)
-                )
+                index = parts.writer.append(write.lanes, data)
             if index is None:  # TorchRL's maximum-value writer leaves the row out
                 return None
-            if how in parts.notices:
+            if parts.notices and how in parts.notices:
                 getattr(parts.sampler, how)(index)
-            if td_error is not None and parts.prioritized is not None:
-                parts.prioritized.update_priority(index, td_error, storage=storage)
+            if td_error is not None and prioritized is not None:
+                prioritized.update_priority(index, td_error, storage=storage)
         return index
 
     def step_writer(self, staged: StagedStep, lane: int | None = None) -> StepWriter:
@@ -1428,7 +1397,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             return False  # a subclass does more
         if parts.notices and not parts.only_restarts:
             return False
-        return parts.prioritized is None or not self._has_errors(plan.rows.layout)
+        has_errors = self.priority_key in plan.rows.layout.all_keys
+        return parts.prioritized is None or not has_errors
 
     def _prepared(self, data: TensorDictBase, dims: int) -> Any:
         """Transform data whose first ``dims`` dims index rows, and check the entries
@@ -1449,15 +1419,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 writing.warn_of_long_rows(self.parts, data, dims)
         return data
 
-    def _has_errors(self, layout: RowLayout) -> bool:
-        """Whether rows hold TD errors, which set the priorities of new rows."""
-        return self.priority_key in layout.names or self.priority_key in layout.places
-
     def _errors_in(
-        self, data: TensorDictBase, dims: int, time_dim: int, reduction: str
+        self, write: Write, time_dim: int, reduction: str
     ) -> torch.Tensor | None:
         """Return one TD error for each row of the data, in the order of their index;
         None if there are none."""
+        data, dims = write.data, write.lead_dims(self.storage.ndim)
         td_error = data.get(self.priority_key, None)
         if td_error is None:
             return None
@@ -1642,9 +1609,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if "mask" in reported_by(parts.sampler) and "mask" in batch.keys():
                 kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
             flat = flat[kept]
-            storage.edit_entries(
-                flat, {key: value[kept] for key, value in values.items()}
-            )
+            kept_values = {key: value[kept] for key, value in values.items()}
+            storage.edit_entries(flat, kept_values, is_counted=False)
         return len(flat)
 
     def set_at_(self, key: NestedKey, value: object, index: object) -> Self:
@@ -1677,8 +1643,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 f"{self.dim_extend}): use rb[key] = value, or rb.storage.edit(change, index), which takes [T, E]"
             )
         self._refuse_rounding({key: value})
-        with defer_sigint:
-            self.storage.edit(lambda data: setitem(data[key], ..., value), index)  # pyrefly: ignore [no-matching-overload]
+        self.storage.edit(lambda data: setitem(data[key], ..., value), index, key=key)  # pyrefly: ignore [no-matching-overload]
         return self
 
     def set_(self, *_: object, **__: object) -> NoReturn:
@@ -1703,10 +1668,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         self._refuse_shut_down()
         if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
-            with defer_sigint:
-                self.storage.edit_all(
-                    lambda data: data.transpose(self.dim_extend, 0).set_(index, value)
-                )
+            self.storage.edit(
+                lambda data: data.transpose(self.dim_extend, 0).set_(index, value),
+                key=index,
+            )
         else:
             super().__setitem__(index, value)
 
@@ -2284,7 +2249,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             torchrl_parts.set_generator(storage, self._rng)
             if isinstance(self._writer, RoundRobinWriter):
                 torchrl_parts.set_cursor(
-                    self._writer, storage.ring.cursor if storage.ring.together else 0
+                    self._writer, storage.ring.cursor if storage.ring.are_aligned else 0
                 )
             torchrl_parts.empty_part(self._sampler)
             self._connect(default_priorities=True)

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from rlbuf_td.storages.staged_step import StagedStep
 from rlbuf_td.storages.torchrl_parts import modules_of
-from rlbuf_td.storages.write_plan import CompiledWrites, StagedRows, WritePlan
-from rlbuf_td.storages.writes import TakenLane
+from rlbuf_td.storages.write_plan import CompiledWrites, WritePlan
+from rlbuf_td.storages.writes import TakenLane, Write
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -49,8 +49,8 @@ class StepWriter:
         # the memory of the steps with what the writer adds
         self._completed: list[StagedStep] = []
         #: How the plan writes the step, or some of its rows; None: as a TensorDict.
-        self._whole: StagedRows | None = None
-        self._some: StagedRows | None = None
+        self._whole: Write | None = None
+        self._some: Write | None = None
         lanes = self.staged.size
         self._lane_ids = np.full(lanes, self.lane or 0, np.int64)
         self._chosen = self.staged.like_this()
@@ -69,11 +69,11 @@ class StepWriter:
                 or plan.changes != plan.listeners.changes
             ):
                 self._choose(buffer, plan)
-            staged = self._whole
+            write = self._whole
             count = 1
             # what may change between two writes
             if (
-                staged is not None
+                write is not None
                 and not (self._begins_anew and storage._ring.cursor == 0)
                 and not self._transforms
                 and buffer.flow is None
@@ -81,12 +81,12 @@ class StepWriter:
                 and not buffer._service_shutdown
             ):
                 if lanes is not None:
-                    staged = self._some
+                    write = self._some
                     count = self._choose_rows(lanes)
-                if plan.write_staged(storage, staged, count):
-                    if self._restarts:
-                        buffer.parts.sampler.add(None)
-                    return
+                plan.write(storage, write, plan.rows.lanes, count)
+                if self._restarts:
+                    buffer.parts.sampler.add(None)
+                return
         self._write_rows(buffer, lanes)
 
     def _choose(self, buffer: ReplayBuffer, plan: WritePlan | None) -> None:

@@ -30,7 +30,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
+from rlbuf_td.storages.indexing import are_ragged, coordinates, lanes_of
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     round-robin writer."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
-    if stand_apart(storage):
+    if are_ragged(storage):
         raise ValueError(
             "lanes stand at unlike steps: dump the buffer and load the dump"
         )

@@ -112,7 +112,7 @@ def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> Non
     an environment."""
     # queues hold unrolls
     is_meant = "next" not in rows.keys() or getattr(parts.sampler, "draws_once", False)
-    is_refused = getattr(parts.storage, "uses_episode_keys", False)
+    is_refused = parts.storage.keys.are_used
     if rows.ndim <= lead_dims or is_meant or is_refused:
         return
     ndim = parts.storage.ndim

@@ -49,11 +49,11 @@ from rlbuf_td.samplers.uniform import young_count
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import (
+    are_ragged,
     device_of,
     flat_rows,
     lanes_of,
     row_count,
-    stand_apart,
     written_rows,
 )
 
@@ -159,7 +159,7 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     if isinstance(index, torch.Tensor) and index.ndim > 1:
         index = index.reshape(-1) if storage.ndim == 1 else index.flatten(0, -2)
     flat = flat_rows(index, storage, device_of(storage))
-    if isinstance(storage, PackedStorage) and stand_apart(storage):
+    if isinstance(storage, PackedStorage) and are_ragged(storage):
         return storage.ring.reach(flat)[1]
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes

@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -31,7 +31,6 @@ _HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not define
 _AT_ONCE = 4 * _HUGE  # bytes per task of a thread
 _TAKERS = min(4, os.cpu_count() or 1)
-_nbytes_of = Tensor.nbytes.__get__  # pyrefly: ignore [missing-attribute]
 _storage_nbytes = torch.UntypedStorage.nbytes
 
 #: The number of active dispatch modes. A mode such as FakeTensorMode may not execute
@@ -48,11 +47,12 @@ class HostTensors:
         entries: the dtype and shape that each tensor must have.
     """
 
-    __slots__ = ("_are_like_before", "_entries", "_nbytes")
+    __slots__ = ("_are_like_before", "_entries", "_item_sizes", "_nbytes")
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = list(entries)
         self._nbytes = [dtype.itemsize * shape.numel() for dtype, shape in entries]
+        self._item_sizes = [dtype.itemsize for dtype, _ in entries]
         #: Whether tensors are like those of an earlier call, which compiled code could
         # read.
         self._are_like_before: Callable[..., bool] = _never
@@ -73,7 +73,17 @@ class HostTensors:
                 if not all(map(_is_readable, tensors, self._entries)):
                     return None
                 self._are_like_before = _recognizer(tensors)
-            return _places(tensors, self._nbytes)
+            addresses = [*map(Tensor.data_ptr, tensors)]
+            offsets = [*map(Tensor.storage_offset, tensors)]
+            ends = self._nbytes
+            if any(offsets):
+                ends = map(add, ends, map(mul, offsets, self._item_sizes))
+            sizes = map(_storage_nbytes, map(Tensor.untyped_storage, tensors))
+            if not all(map(ge, sizes, ends)):
+                return None
+            if 0 in addresses and not all(map(has_memory, tensors)):
+                return None
+            return addresses
         # a nested tensor raises an error for its shape
         except (RuntimeError, ValueError):
             return None
@@ -181,26 +191,7 @@ def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return :func:`address_of` each of several contiguous tensors."""
-    return _places(tensors, map(_nbytes_of, tensors)) or [*map(address_of, tensors)]
-
-
-def _places(tensors: Sequence[Tensor], nbytes: Iterable[int]) -> list[int] | None:
-    """Return the address of each of several contiguous tensors of these sizes; None if
-    memory may be missing."""
-    offsets = [*map(Tensor.storage_offset, tensors)]
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    ends = (
-        map(add, nbytes, map(mul, offsets, map(Tensor.element_size, tensors)))
-        if any(offsets)
-        else nbytes
-    )
-    sizes = map(_storage_nbytes, map(Tensor.untyped_storage, tensors))
-    return (
-        addresses
-        if all(map(ge, sizes, ends))
-        and (0 not in addresses or all(map(has_memory, tensors)))
-        else None
-    )
+    return [*map(address_of, tensors)]
 
 
 def alias_of(tensor: Tensor) -> Tensor:

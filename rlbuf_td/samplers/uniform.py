@@ -15,12 +15,12 @@ from rlbuf_td.samplers.row_sampler import RowSampler, drawn_into
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import State, optional, whole
 from rlbuf_td.storages.indexing import (
+    are_ragged,
     device_of,
     flat_rows,
     lanes_of,
     nth_rows,
     row_count,
-    stand_apart,
 )
 from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.torchrl_parts import last_step
@@ -188,7 +188,7 @@ def young_count(storage: Storage, max_age: int) -> int:
 def _nth_young(storage: Storage, max_age: int, number: torch.Tensor) -> torch.Tensor:
     """Return flat indices, ``[B]`` int64; ``number`` counts the young rows from 0
     on."""
-    if stand_apart(storage):
+    if are_ragged(storage):
         return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
     rows = len(storage)
     lanes = lanes_of(storage).numel()

@@ -94,11 +94,11 @@ def written_rows(storage: Storage) -> torch.Tensor:
     )
 
 
-def stand_apart(storage: Storage) -> TypeGuard[PackedStorage]:
+def are_ragged(storage: Storage) -> TypeGuard[PackedStorage]:
     """Whether the lanes of a storage stand at unlike steps, or a lane has gaps that a
     killed write has left."""
     return hasattr(storage, "ring") and (
-        not storage.ring.together or storage.ring.holes > 0
+        not storage.ring.are_aligned or storage.ring.holes > 0
     )
 
 

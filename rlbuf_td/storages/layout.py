@@ -34,7 +34,6 @@ CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
 # bytes of a leaf that begins at a cache line: unaligned images take 15 % longer to copy
 _LARGE = 1_024
-_NO_VALUE: Any = object()
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,15 @@ class _Expected(NamedTuple):
 
     lead: torch.Size | None
     shapes: list[torch.Size]
+
+
+class _Level(NamedTuple):
+    """A nesting level among all levels of a TensorDict."""
+
+    parent: int  # the number of the level above
+    path: tuple[str, ...]
+    leaves: list[str]
+    count: int  # of leaves and nodes
 
 
 class RowLayout:
@@ -111,6 +119,18 @@ class RowLayout:
             leaf.key[0]: leaf.dtype if len(leaf.key) == 1 else None
             for leaf in self.leaves
         }
+        #: The keys of all leaves, and the names of the entries at the root.
+        self.all_keys = frozenset((*self.names, *self.places))
+        #: Each nesting level of a row before those below it.
+        self.levels = tuple(_levels(self.root, 0, []))
+        #: The place of each leaf among those that :attr:`levels` list.
+        self._order = np.argsort(
+            [
+                self.places[(*level.path, name)]
+                for level in self.levels
+                for name in level.leaves
+            ]
+        ).tolist()
         # for the last (lead, device)
         self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))
         self._expected = _Expected(None, [])
@@ -227,20 +247,38 @@ class RowLayout:
         stored."""
         return self.leaves[self.places[key]] if key in self.places else None
 
-    def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has the wrong
-        number of entries."""
-        leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
-        unknown = _collect(self.root, data, leaves)
-        return leaves, unknown
+    def find(self, data: object) -> list[Any] | None:
+        """Return the entries of ``data``, in the order of :attr:`leaves`; None if their
+        keys are not those of a row."""
+        mappings: list[Mapping[str, Any]] = []
+        values: list[Any] = []
+        try:
+            for parent, path, names, count in self.levels:
+                nested = mappings[parent][path[-1]] if path else data
+                if type(nested) is TensorDict:
+                    entries = plain_entries(nested)
+                elif isinstance(nested, TensorDictBase):
+                    refuse_ragged(nested, path)
+                    entries = entries_of(nested)
+                else:
+                    return None
+                if len(entries) != count:
+                    return None
+                mappings.append(entries)
+                values.extend(map(entries.__getitem__, names))
+        except KeyError:
+            return None
+        return [*map(values.__getitem__, self._order)]
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
         """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an
         entry ``"index"`` is ignored."""
-        leaves, unknown = self.find(data)
+        leaves = self.find(data)
         # some writers of TorchRL's add it
-        if unknown and "index" in data.keys() and ("index",) not in self.places:
-            leaves, unknown = self.find(data.exclude("index"))
+        if leaves is None and "index" in data.keys() and ("index",) not in self.places:
+            leaves = self.find(data.exclude("index"))
+        if leaves is None:
+            refuse(data, self.leaves, lead)
         expected = self._expected
         if lead != expected.lead:
             shapes = [lead + leaf.shape for leaf in self.leaves]
@@ -260,8 +298,6 @@ class RowLayout:
                     refuse(data, self.leaves, lead)
                 if value.requires_grad:
                     leaves[slot] = value.detach()
-            if unknown:
-                refuse(data, self.leaves, lead)
         except RuntimeError:  # a nested tensor has no shape
             refuse(data, self.leaves, lead)
         return leaves
@@ -331,22 +367,15 @@ def _build(
     )
 
 
-def _collect(node: _Node, data: object, leaves: list[torch.Tensor]) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of
-    entries."""
-    if type(data) is TensorDict:
-        entries = plain_entries(data)
-    elif isinstance(data, TensorDictBase):
-        refuse_ragged(data, node.path)
-        entries = entries_of(data)
-    else:
-        return True
-    for name, slot in node.leaves:
-        leaves[slot] = entries.get(name, _NO_VALUE)
-    unknown = len(entries) != len(node.leaves) + len(node.nodes)
-    for name, child in node.nodes:
-        unknown |= _collect(child, entries.get(name), leaves)
-    return unknown
+def _levels(node: _Node, parent: int, levels: list[_Level]) -> list[_Level]:
+    """Append a nesting level, and then those below it."""
+    number = len(levels)
+    leaves = [name for name, _ in node.leaves]
+    count = len(node.leaves) + len(node.nodes)
+    levels.append(_Level(parent, node.path, leaves, count))
+    for _, child in node.nodes:
+        _levels(child, number, levels)
+    return levels
 
 
 def _node_state(node: _Node, leaves: Sequence[Leaf]) -> State:

@@ -27,9 +27,9 @@ else:
 class Guarded(Protocol):
     """The object that a :class:`ProcessLock` protects; the lock calls these methods."""
 
-    def entered(self) -> None: ...  # a process has taken the lock
-    # a process releases the lock; returns whether the work is finished
-    def leaving(self, failed: bool) -> bool: ...
+    # another process may have changed what this process knows
+    def follow(self) -> None: ...
+    def is_whole(self) -> bool: ...  # whether no write is in progress
     # a process died with the lock, or left a write unfinished
     def recover(self) -> None: ...
 
@@ -69,6 +69,7 @@ class ProcessLock:
         self.threads = thread_lock
         self._process = os.getpid()
         self._depth = 0
+        self._turn = -1  # the last turn of this process
 
     def __enter__(self) -> ProcessLock:
         # forked: the thread that held the lock is not in this process
@@ -86,14 +87,17 @@ class ProcessLock:
             self.threads.release()
             raise
         self._depth = 1
+        inside = self._inside.values
         try:
-            if self._inside[0]:
+            if inside[0]:
                 self._guarded.recover()
-                self._inside[0] = 0
-            self._guarded.entered()
-            self._inside[1] += 1
+                inside[0] = 0
+            if inside[1] != self._turn:
+                self._guarded.follow()
+            inside[1] += 1
+            self._turn = inside[1]
             # last: a process that dies earlier has changed nothing
-            self._inside[0] = self._process
+            inside[0] = self._process
         except BaseException:
             self._leave()  # keeps the id in shared memory, if there was one
             raise
@@ -104,8 +108,8 @@ class ProcessLock:
             self._depth -= 1
             self.threads.release()
             return
-        if self._guarded.leaving(failed=kind is not None):
-            self._inside[0] = 0
+        if kind is None or self._guarded.is_whole():
+            self._inside.values[0] = 0
         self._leave()
 
     @property

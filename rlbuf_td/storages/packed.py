@@ -6,7 +6,7 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -300,7 +300,8 @@ class PackedStorage(LazyTensorStorage):
         self.reopen = reopen
         # the class of the rows in `get`; None: TensorDict
         self.row_class: RowClass | None = None
-        self.keys = StorageKeys()  # of episodes
+        # by which writes and look-ups of all processes find episodes
+        self.keys = StorageKeys()
         # whether the rows were allocated by `reserve`; the first write may add keys
         self.is_reserved = False
         for name in (
@@ -441,7 +442,7 @@ class PackedStorage(LazyTensorStorage):
     def _rand_given_ndim(self, batch_size: int) -> Any:
         """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this
         method."""
-        if self.ring.together and not self.ring.holes:
+        if self.ring.are_aligned and not self.ring.holes:
             return super()._rand_given_ndim(batch_size)
         number = torch.randint(
             len(self.ring), (batch_size,), generator=self._rng, device=self.device
@@ -469,16 +470,6 @@ class PackedStorage(LazyTensorStorage):
         place."""
         self._take_edits()
         return self._ring.numbers[REVISION]
-
-    @property
-    def episode_keys(self) -> EpisodeKeys:
-        """The keys by which writes and look-ups of all processes find episodes."""
-        return self.keys.pair
-
-    @property
-    def uses_episode_keys(self) -> bool:
-        """Whether somebody looks up episodes by these keys, in any process."""
-        return self.keys.are_used
 
     def use_episode_keys(self, keys: EpisodeKeys) -> None:
         """Look up episodes by these keys; ValueError if others are in use, in this
@@ -524,7 +515,7 @@ class PackedStorage(LazyTensorStorage):
         )
         with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
             self.episodes = Episodes(
-                self.all_rows(), self._ring, self.episode_keys, memory
+                self.all_rows(), self._ring, self.keys.pair, memory
             )
             if before is not None:
                 self.episodes.numbers.copy_(before.numbers)
@@ -538,14 +529,10 @@ class PackedStorage(LazyTensorStorage):
             if saved is None
             else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
         )
-        if (
-            keys is not None
-            and keys != self.episode_keys
-            and not self.uses_episode_keys
-        ):
+        if keys is not None and keys != self.keys.pair and not self.keys.are_used:
             self._replace_keys(keys)
         if self.episodes is not None:
-            self.episodes.load(saved if keys == self.episode_keys else None)
+            self.episodes.load(saved if keys == self.keys.pair else None)
 
     def episodes_now(self) -> Episodes:
         """Return the numbers of the rows' episodes, up to date.
@@ -561,7 +548,7 @@ class PackedStorage(LazyTensorStorage):
         episodes = self.episodes
         if episodes is None:
             # raises an error
-            episodes = Episodes(self.all_rows(), ring, self.episode_keys)
+            episodes = Episodes(self.all_rows(), ring, self.keys.pair)
         if ring.numbers[EPISODES_STALE]:
             episodes.refresh()
         return episodes
@@ -779,18 +766,21 @@ class PackedStorage(LazyTensorStorage):
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
+        data = write.data
         lanes = write.lanes
         time_dim = 1 if write.lanes_first else 0
-        if type(write.data) is not TensorDict:
-            data = self.as_rows(write.data, self._lead_dims(write))
+        if type(data) is not TensorDict:
+            data = self.as_rows(data, write.lead_dims(self.ndim))
             write = write._replace(data=data)
         with self.lock:
-            size = write.data.batch_size
-            if len(size) <= time_dim and not write.is_single:
-                refuse_shape(write.data, self._lead_dims(write))
-            count = 1 if write.is_single else size[time_dim]
-            if not count:
-                raise ValueError("extend needs at least one transition, got none")
+            size = data.batch_size
+            count = 1
+            if not write.is_single:
+                if len(size) <= time_dim:
+                    refuse_shape(data, write.lead_dims(self.ndim))
+                count = size[time_dim]
+                if not count:
+                    raise ValueError("extend needs at least one transition, got none")
             plan = self.write_plan
             if plan is None or plan.changes != plan.listeners.changes:
                 plan = self._plan_writes(write)
@@ -804,16 +794,12 @@ class PackedStorage(LazyTensorStorage):
                 lead = size[:1] + lead
             if write.begins_anew or type(lanes) is TakenLane:
                 # refuses the data before anything changes
-                plan.rows.layout.collect(write.data, lead)
+                plan.rows.layout.collect(data, lead)
                 if write.begins_anew:
                     self._remove_rows()
                 elif self.episodes is not None:
                     self.episodes.end(lanes.lane)
             return plan.write(self, write, lead, count)
-
-    def _lead_dims(self, write: Write) -> int:
-        """Return the number of dims of the data that number rows."""
-        return 1 if write.lanes is not None else self.ndim - write.is_single
 
     def _plan_writes(self, write: Write) -> WritePlan:
         """Choose how rows are written; allocate them for the data if this is the first
@@ -908,8 +894,9 @@ class PackedStorage(LazyTensorStorage):
         data = self.as_rows(data, 1 if selects else self.ndim - single)
         with self.lock:  # writes of a buffer already hold the lock
             if selects:
-                return self._replace(self.written_rows().cells_of(cursor), data)
-            if set_cursor and not self.ring.together:
+                cells = self.written_rows().cells_of(cursor)
+                return self.edit_entries(cells, self._entries_in(data, cells.shape))
+            if set_cursor and not self.ring.are_aligned:
                 raise RuntimeError(
                     "the lanes stand at unlike steps, because single lanes were written: write with rb.extend or "
                     "rb.add, which continue each lane"
@@ -934,23 +921,114 @@ class PackedStorage(LazyTensorStorage):
             if not is_new.all():
                 cells = rows.cells_at(torch.from_numpy(steps[~is_new]))
                 edited: Any = data[torch.from_numpy(~is_new)] if is_new.any() else data
-                self._replace(cells, edited)
+                self.edit_entries(cells, self._entries_in(edited, cells.shape))
             if is_new.any():
                 new = np.flatnonzero(is_new)[::-1]
                 last = new[np.unique(steps[new], return_index=True)[1]]
                 self.advance(Write(data[torch.from_numpy(last)], is_told=False))
 
-    def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
-        """Replace the rows at flat indices of any shape."""
-        leaves = self.all_rows().layout.collect(data, cells.shape)
-        self._refuse_shared(self.deduplicated)
-        self.refuse_holes(cells.reshape(-1))
-        self._put(cells, leaves)
+    def _entries_in(
+        self, data: TensorDictBase, lead: torch.Size
+    ) -> dict[tuple[str, ...], torch.Tensor]:
+        """Check rows ``[*lead, ...]``, and return all their entries."""
+        layout = self.all_rows().layout
+        return dict(zip(layout.places, layout.collect(data, lead), strict=True))
 
-    def _refuse_shared(self, keys: Iterable[tuple[str, ...]]) -> None:
-        """Raise a SchemaError if one of the keys is deduplicated, because other rows
-        share its values."""
-        shared = sorted(self.deduplicated.keys() & {*keys})
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if is_key(index):
+            self.edit(lambda data: data.set_(index, value), key=index)
+        else:
+            self.set(index, value, set_cursor=False)
+
+    def edit(
+        self,
+        change: Callable[[TensorDictBase], object],
+        region: object = None,
+        *,
+        key: object = None,
+    ) -> None:
+        """Edit rows: ``change`` receives a copy of them as a TensorDict, and modifies
+        it in place; an error in it changes nothing.
+
+        Args:
+            change: a function of a TensorDict.
+            region: selects the rows like an index of a tensor ``[T, *lanes]``; ``None``
+                selects all written rows.
+            key: the only entry, or the nested entries, that the TensorDict has.
+
+        Raises:
+            IndexError: the region is out of range, or contains holes; nothing has been
+                written.
+            KeyError: the rows have no entry ``key``.
+            SchemaError: a deduplicated entry, a dtype or a shape has changed; nothing
+                has been written.
+
+        Cost: two copies of these entries of the selected rows.
+        """
+        path = () if key is None else as_tuple(key)
+        with self.lock:
+            rows = self.written_rows()
+            cells = rows.cells_of(slice(None) if region is None else region)
+            if region is not None:
+                self.refuse_holes(cells.reshape(-1))
+            leaves = [
+                leaf for leaf in rows.layout.leaves if leaf.key[: len(path)] == path
+            ]
+            if not leaves:
+                raise KeyError(f"the rows have no entry {show_key(path)}")
+            copies: dict[Any, Any] = {
+                leaf.key: rows.column_at(leaf.key, cells) for leaf in leaves
+            }
+            data = TensorDict(
+                copies,
+                cells.shape + rows.layout.root.batch_size,
+                device=rows.matrix.device,
+            )
+            before = {
+                name: copy.clone()
+                for name, copy in copies.items()
+                if name in self.deduplicated
+            }
+            change(data)
+            refuse_unfit(data, leaves, cells.shape, allows_more=False)
+            values = {leaf.key: data.get(leaf.key) for leaf in leaves}
+            for name, value in before.items():
+                if same_bytes(value, values[name]):
+                    del values[name]
+            holes = (
+                None if region is not None else self.ring.holes_among(cells.view(-1))
+            )
+            if holes is not None:
+                values = {
+                    name: value.flatten(0, cells.ndim - 1)[~holes]
+                    for name, value in values.items()
+                }
+                cells = cells.view(-1)[~holes]
+            self.edit_entries(cells, values)
+
+    def edit_entries(
+        self,
+        cells: torch.Tensor | slice,
+        values: Mapping[tuple[str, ...], torch.Tensor],
+        *,
+        is_counted: bool = True,
+    ) -> None:
+        """Set entries of rows: all edits of rows go through this method.
+
+        Args:
+            cells: flat indices of any shape, or a range of them. If an index is
+                repeated, its last row is kept.
+            values: the entries, ``[*cells.shape, ...]`` each, in the dtypes of the
+                rows; ``[B, ...]`` for a range.
+            is_counted: whether the revision changes. It also does if the entries tell
+                where episodes end. Otherwise, samplers of windows need not read all
+                rows again.
+
+        Raises:
+            SchemaError: an entry is deduplicated, because other rows share its values.
+            IndexError: a row has not been written, or is gone. Nothing has changed.
+        """
+        shared = sorted(self.deduplicated.keys() & values.keys())
         if shared:
             remedy = (
                 "leave it out of share_next and frames to edit it, or write new rows"
@@ -958,118 +1036,33 @@ class PackedStorage(LazyTensorStorage):
             raise SchemaError(
                 f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}"
             )
-
-    def _put(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Replace the rows at flat indices of any shape, except what is deduplicated;
-        what is derived from them is then computed again."""
-        self.enter()
-        with defer_sigint:
-            try:
-                self.all_rows().replace_(cells, leaves)
-            finally:  # some rows may have changed
-                self._bump_mutation_revision()
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if is_key(index):
-            with defer_sigint:
-                self.edit_all(lambda data: data.set_(index, value))
-        else:
-            self.set(index, value, set_cursor=False)
-
-    def edit(
-        self, change: Callable[[TensorDictBase], object], region: object = None
-    ) -> None:
-        """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
-
-        Args:
-            change: a function of a TensorDict.
-            region: selects the rows like an index of a tensor ``[T, *lanes]``; ``None``
-                selects all written rows.
-
-        Raises:
-            IndexError: the region is out of range, or contains holes; nothing has been
-                written.
-            SchemaError: a deduplicated entry has changed; nothing has been written.
-        """
-        with self.lock:
-            rows = self.written_rows()
-            cells = rows.cells_of(slice(None) if region is None else region)
-            flat = cells.reshape(-1)
-            if region is not None:
-                self.refuse_holes(flat)
-            holes = None if region is not None else self.ring.holes_among(flat)
-            if region is None and rows.dedup is None:
-                self.enter()
-                try:
-                    change(rows.view())
-                    rows.exported.write_back()
-                    if holes is not None:
-                        rows.flat[flat[holes]] = 0
-                finally:
-                    self._bump_mutation_revision()
-                return
-            data = rows.at_cells(flat).reshape(cells.shape)
-            before = {key: data.get(key).clone() for key in self.deduplicated}
-            change(data)
-            leaves = rows.layout.collect(data, cells.shape)
-            self._refuse_shared(
-                key for key, old in before.items() if not same_bytes(old, data.get(key))
-            )
-            if holes is not None:
-                cells, leaves = (
-                    flat[~holes],
-                    [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves],
-                )
-            self._put(cells, leaves)
-
-    def edit_all(self, change: Callable[[TensorDictBase], object]) -> None:
-        """Edit all rows in place with torch's in-place operations; an error in any
-        entry changes nothing."""
-        with self.lock:
-            # `edit` changes a copy of deduplicated rows
-            if self.written_rows().dedup is None:
-                meta = torch.device("meta")
-                example = (
-                    self.written_rows()
-                    .view()
-                    .apply(partial(torch.empty_like, device=meta), device=meta)
-                )
-                change(cast("TensorDict", example))
-            self.edit(change)
-
-    def edit_entries(
-        self,
-        cells: torch.Tensor | slice,
-        values: Mapping[tuple[str, ...], torch.Tensor],
-    ) -> None:
-        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices, or
-        of a range of them.
-
-        The revision stays the same unless these entries tell where episodes end, so
-        that samplers of windows do not read all rows again.
-        """
-        self._refuse_shared(values)
         with self.lock:
             rows, leaves = self.written_rows(), [*values.values()]
             if isinstance(cells, torch.Tensor):
-                numbers = cells.cpu().numpy()
+                if cells.ndim != 1:
+                    leaves = [
+                        leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None]
+                        for leaf in leaves
+                    ]
+                numbers = cells.reshape(-1).cpu().numpy()
                 if len(numbers) and numbers.max() >= rows.cells:
                     raise IndexError(
                         f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
                     )
-                self.refuse_holes(cells)
+                self.refuse_holes(cells.reshape(-1))
                 numbers, leaves = last_of_each(numbers, leaves)
                 cells = torch.from_numpy(numbers).to(cells.device)
             self.enter()
-            columns, episodes = rows.unpack(rows.matrix), self.episodes
+            episodes = self.episodes
+            tells_ends = episodes is not None and not values.keys().isdisjoint(
+                (*episodes.flags, episodes.id_key)
+            )
             with defer_sigint:
-                for key, leaf in zip(values, leaves, strict=True):
-                    columns[key].flatten(0, len(rows.lanes))[cells] = leaf
-                if episodes is not None and values.keys() & {
-                    *episodes.flags,
-                    episodes.id_key,
-                }:
+                rows.edit_(cells, dict(zip(values, leaves, strict=True)))
+                if tells_ends:
                     self._bump_mutation_revision()
+                elif is_counted:
+                    self._ring.numbers[REVISION] += 1
 
     # -- allocating rows
 
@@ -1183,7 +1176,7 @@ class PackedStorage(LazyTensorStorage):
     def _admit(self, data: TensorDictBase, single: bool) -> Rows:
         """Return the rows; allocate them for ``data`` if this is the first write."""
         if self.rows is None or self.is_reserved:
-            if self.uses_episode_keys:
+            if self.keys.are_used:
                 refuse_inner(data.batch_size, self.ndim - single, self.ndim)
             if "index" in data.keys():  # some writers of TorchRL's add it
                 refuse_other_index(data.get("index"))

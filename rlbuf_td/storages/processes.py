@@ -162,14 +162,16 @@ class SharedRows(Attached):
                 f"max_size={prod(shape)}"
             )
 
-    def entered(self) -> None:
+    def follow(self) -> None:
+        """Map the rows, and take the keys of episodes, that another process has set."""
         self.find()
         if self._keys.are_outdated:
             self._keys.follow()
             self.storage.refind_episodes()
 
-    def leaving(self, failed: bool) -> bool:
-        return not (failed and self.storage._ring.dirty)
+    def is_whole(self) -> bool:
+        """Whether no write is in progress."""
+        return not self.storage._ring.dirty
 
     def recover(self) -> None:
         self.find()

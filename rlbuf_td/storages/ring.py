@@ -44,7 +44,6 @@ from rlbuf_td.kernels.serials import (
     NEXT_ROWS_WRITTEN,
     PUBLICATION,
     PUBLISHED,
-    REVISION,
     ROWS_WRITTEN,
     TAIL,
     UNCOUNTED,
@@ -174,7 +173,7 @@ class Ring:
         return 0 if live.are_cells else self.longest * self.lanes - live.rows
 
     @property
-    def together(self) -> bool:
+    def are_aligned(self) -> bool:
         """Whether all lanes have as many rows, and their next rows go to the same
         slot."""
         if self.common() is not None:
@@ -213,7 +212,7 @@ class Ring:
         if common is None:
             return (
                 (self.cursor - 1) % self.steps
-                if self.longest and self.together and not self.holes
+                if self.longest and self.are_aligned and not self.holes
                 else -1
             )
         (tail, written), steps = common, self.steps
@@ -256,7 +255,6 @@ class Ring:
         """Note that a writer has stored the estimates of these rows, and on how many of
         them it called its value network."""
         self.numbers[VALUE_ROWS] = value_rows
-        self.numbers[REVISION] += 1
         self.numbers[ESTIMATED] = self.publication  # last
 
     @property

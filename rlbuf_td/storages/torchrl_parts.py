@@ -125,7 +125,7 @@ def take_other_rows(buffer: ReplayBuffer, storage: Any, cells: torch.Tensor) -> 
     empty_part(sampler)
     restart_writer(writer)
     if isinstance(writer, RoundRobinWriter):
-        set_cursor(writer, storage.ring.cursor if storage.ring.together else 0)
+        set_cursor(writer, storage.ring.cursor if storage.ring.are_aligned else 0)
     if len(cells) and isinstance(sampler, PrioritizedSampler):
         sampler.mark_update(cells, storage=storage)
 

@@ -33,19 +33,17 @@ from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.listeners import Listener, Listeners, Stage
 from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.torchrl_parts import listeners_of
+from rlbuf_td.storages.writes import StagedRows, Write
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
     from rlbuf_td.storages.ring import Ring
-    from rlbuf_td.storages.writes import Write
 
 _MOST_SIZES = 8  # batch sizes whose dtypes and shapes are kept
 # arguments of the kernel, see `kernels.batch.write_cpu.write`
 _WHOLE_STEPS = 0  # instead of the address of lanes
-_TIME_FIRST = False  # the dims of the data: time steps, then lanes
 _NO_INDEX = 0  # the index of the rows is not returned
 _NO_RECORD = 0  # new rows get no priority
-_ENDS = False  # the kernel ends the write
 
 
 class WritePlan(ABC):
@@ -82,20 +80,11 @@ class WritePlan(ABC):
             listener.mark_update(index)
 
 
-class StagedRows(NamedTuple):
-    """Rows that lie at the same addresses in each write, see
-    :meth:`CompiledWrites.stage`."""
-
-    record: int  # the address of a ``RING`` record
-    lane_ids: int  # the address of the lane of each row; 0: one time step
-    memory: object  # what lies at these addresses
-
-
 class CompiledWrites(WritePlan):
     """Writes rows in host memory with one compiled call."""
 
     def __init__(self, storage: PackedStorage) -> None:
-        from rlbuf_td.kernels.batch import RING, write_cpu
+        from rlbuf_td.kernels.batch import WRITE_RECORD, write_cpu
 
         super().__init__(storage)
         rows = self.rows
@@ -112,6 +101,7 @@ class CompiledWrites(WritePlan):
             if stage.is_told and (stage.loop is None or stage != entered)
         )
         self.has_others = len(self.others) > 0
+        self.has_pairs = bool(rows.lanes)  # whether an index is [n, 2]
         self.entries = getattr(rows, "entries", None)  # of deduplicated rows
         # which may be conjugate views
         self.needs_copies = any(leaf.dtype.is_complex for leaf in rows.layout.leaves)
@@ -120,7 +110,7 @@ class CompiledWrites(WritePlan):
         self.sources = np.empty(len(rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         self.ring_record = record_of(
-            RING,
+            WRITE_RECORD,
             rows=rows.flat.data_ptr(),
             row_bytes=rows.flat.stride(0) * rows.flat.element_size(),
             steps=rows.steps,
@@ -143,18 +133,24 @@ class CompiledWrites(WritePlan):
     def write(
         self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
-        """See :class:`WritePlan`."""
-        leaves = self._read(write.data, lead)  # kept alive for the kernel
-        lanes = write.lanes
+        """See :class:`WritePlan`; None for staged rows."""
+        ring = self.ring
         entries = self.entries
         priorities = self.priorities if write.is_told else None
+        leaves: list[Tensor] = []
         index = None
-        has_pairs = bool(self.rows.lanes)  # of a time step and a lane
-        if has_pairs or not write.is_single:
-            rows = lead.numel()
-            shape = (rows, 2) if has_pairs else (rows,)
-            index = torch.empty(shape, dtype=torch.int64, device="cpu")
-        lanes_at = _WHOLE_STEPS if lanes is None else lanes.data_ptr()
+        address = self.address
+        lanes_at = _WHOLE_STEPS
+        if write.staged is not None:
+            address = write.staged.record
+            lanes_at = write.staged.lane_ids
+        else:
+            leaves = self._read(write.data, lead)  # kept alive for the kernel
+            if write.lanes is not None:
+                lanes_at = write.lanes.data_ptr()
+            if self.has_pairs or not write.is_single:
+                shape = (lead.numel(), 2) if self.has_pairs else (lead.numel(),)
+                index = torch.empty(shape, dtype=torch.int64, device="cpu")
         index_at = _NO_INDEX if index is None else index.data_ptr()
         # the caller of the kernel has more to do before the write ends
         goes_on = write.is_told and (
@@ -163,14 +159,14 @@ class CompiledWrites(WritePlan):
         try:
             while True:
                 if entries is not None:
-                    entries.reserve(lead.numel())
-                    entries.begin(self.ring.head[:2])
+                    entries.reserve(count if lanes_at else count * ring.lanes)
+                    entries.begin(ring.head[:2])
                 entry = _NO_RECORD
                 if priorities is not None:
-                    entry = priorities.record_at(storage, self.ring)
+                    entry = priorities.record_at(storage, ring)
                 with self.lock if priorities is None else priorities.rule.table.lock:
                     code = self.kernel(
-                        self.address,
+                        address,
                         count,
                         lanes_at,
                         write.lanes_first,
@@ -180,23 +176,25 @@ class CompiledWrites(WritePlan):
                     )
                 if not self._is_refusal(code):
                     break
+                lanes = write.lanes if write.staged is None else write.staged.lanes
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:
                 entries.end()
-            new_index = code if index is None else index
+            if index is None:
+                index = code
             if write.record is not None:
                 # before others are told, who may write: then `sources` are new
                 write.record(self.sources)
             if goes_on:
                 if priorities is not None:
-                    priorities.keep_new(new_index, storage)
-                self.tell(new_index)
-                self.ring.finish()
+                    priorities.keep_new(index, storage)
+                self.tell(index)
+                ring.finish()
         except BaseException:
-            if self.ring.dirty:
+            if ring.dirty:
                 storage.recover()
             raise
-        return new_index
+        return index
 
     @property
     def tells_nobody(self) -> bool:
@@ -205,10 +203,8 @@ class CompiledWrites(WritePlan):
         file = None if self.priorities is None else self.priorities.file
         return not self.has_others and file is None
 
-    def stage(
-        self, addresses: Sequence[int], lane_ids: np.ndarray | None
-    ) -> StagedRows:
-        """Describe rows whose leaves always lie at these ``addresses``.
+    def stage(self, addresses: Sequence[int], lane_ids: np.ndarray | None) -> Write:
+        """Return the write of rows whose leaves always lie at these ``addresses``.
 
         ``lane_ids``, int64, always holds their lanes; None: they are one time step.
         """
@@ -216,40 +212,8 @@ class CompiledWrites(WritePlan):
         record = self.ring_record.copy()
         record["sources"] = sources.ctypes.data
         lanes_at = 0 if lane_ids is None else lane_ids.ctypes.data
-        return StagedRows(record.ctypes.data, lanes_at, (record, sources, lane_ids))
-
-    def write_staged(
-        self, storage: PackedStorage, staged: StagedRows, count: int
-    ) -> bool:
-        """Write one time step, or the first ``count`` rows; return whether they have
-        been written.
-
-        If not, nothing has changed, and :meth:`write` removes the reason. The caller
-        has asked whether the plan :attr:`tells_nobody`.
-        """
-        entries = self.entries
-        priorities = self.priorities
-        entry = _NO_RECORD
-        if entries is not None:
-            entries.reserve(count if staged.lane_ids else self.ring.lanes)
-            entries.begin(self.ring.head[:2])
-        if priorities is not None:
-            entry = priorities.record_at(storage, self.ring)
-        with self.lock if priorities is None else priorities.rule.table.lock:
-            code = self.kernel(
-                staged.record,
-                count,
-                staged.lane_ids,
-                _TIME_FIRST,
-                _NO_INDEX,
-                entry,
-                _ENDS,
-            )
-        if self._is_refusal(code):
-            return False
-        if entries is not None:
-            entries.end()
-        return True
+        staged = StagedRows(record.ctypes.data, lanes_at, lane_ids, (record, sources))
+        return Write(None, is_single=lane_ids is None, staged=staged)
 
     def _read(self, data: Any, lead: torch.Size) -> list[Tensor]:
         """Store the addresses of the leaves of ``data``, converted if necessary; return
@@ -266,12 +230,13 @@ class CompiledWrites(WritePlan):
                 [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
             )
             self.expected[lead] = expected
-        leaves, unknown = self.rows.layout.find(data)
-        places = None if unknown or self.needs_copies else expected.addresses(leaves)
-        if places is None:
+        leaves, addresses = self.rows.layout.find(data), None
+        if leaves is not None and not self.needs_copies:
+            addresses = expected.addresses(leaves)
+        if leaves is None or addresses is None:
             leaves = [on_host(leaf) for leaf in self.rows.layout.collect(data, lead)]
-            places = addresses_of(leaves)
-        self.set_sources(self.sources.data, 0, *places)
+            addresses = addresses_of(leaves)
+        self.set_sources(self.sources.data, 0, *addresses)
         return leaves
 
     def _is_refusal(self, code: int) -> bool:
@@ -283,7 +248,7 @@ class CompiledWrites(WritePlan):
         storage: PackedStorage,
         code: int,
         leaves: list[Tensor],
-        lanes: Tensor | None,
+        lanes: Any,
     ) -> list[Tensor]:
         """Remove the reason why nothing was written, or raise an error that says it;
         return the leaves."""
@@ -296,7 +261,7 @@ class CompiledWrites(WritePlan):
             leaves = [leaf.clone() for leaf in leaves]
             self.set_sources(self.sources.data, 0, *addresses_of(leaves))
         else:
-            refuse_lanes(lanes.numpy(), self.ring.lanes)  # pyrefly: ignore [missing-attribute]
+            refuse_lanes(np.asarray(lanes), self.ring.lanes)
         return leaves
 
 
@@ -358,11 +323,11 @@ class TorchWrites(WritePlan):
         if write.is_single and storage.ndim == 1:
             index = int(cells[0])
 
-        are_apart = write.lanes is not None or not ring.together
+        are_ragged = write.lanes is not None or not ring.are_aligned
         serials, longest = ring.serials, ring.longest
         try:
             ring.begin(new.counts)
-            if are_apart:
+            if are_ragged:
                 steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
                 rows.matrix[longest : steps.max()].zero_()  # those of other lanes
             if addresses is None:
@@ -375,7 +340,7 @@ class TorchWrites(WritePlan):
                 episodes.note(launch.serials_after)
                 episodes.publish()
             ring.numbers[REVISION] += 1
-            if write.is_told and (addresses is None or are_apart):
+            if write.is_told and (addresses is None or are_ragged):
                 self.tell(index)
             elif write.is_told:
                 self.tell_run(index, int(cells[0]), len(cells))

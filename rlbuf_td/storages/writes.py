@@ -146,10 +146,20 @@ class TakenLane(NamedTuple):
     lane: int
 
 
+class StagedRows(NamedTuple):
+    """Rows that lie at the same addresses in each write, see
+    :meth:`CompiledWrites.stage`."""
+
+    record: int  # the address of a ``WRITE_RECORD``
+    lane_ids: int  # the address of `lanes`; 0: one time step
+    lanes: np.ndarray | None  # the lane of each row
+    memory: object  # what the record refers to, and the record
+
+
 class Write(NamedTuple):
     """A write of rows after the newest ones, see :meth:`PackedStorage.advance`."""
 
-    #: Time steps ``[n, *lanes]``, or rows ``[n]`` of single lanes.
+    #: Time steps ``[n, *lanes]``, or rows ``[n]`` of single lanes; None with `staged`.
     data: Any
     #: Whether the data is one time step ``[*lanes]``.
     is_single: bool = False
@@ -164,6 +174,13 @@ class Write(NamedTuple):
     is_told: bool = True
     #: Counts the rows in statistics; only where :class:`CompiledWrites` writes them.
     record: Record | None = None
+    #: Rows in place of the data, for :meth:`CompiledWrites.write` alone.
+    staged: StagedRows | None = None
+
+    def lead_dims(self, ndim: int) -> int:
+        """Return the number of dims of the data that number rows of a storage of this
+        ``ndim``."""
+        return 1 if self.lanes is not None else ndim - self.is_single
 
 
 def as_lanes(lanes: object, rows: int) -> torch.Tensor:

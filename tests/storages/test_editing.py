@@ -178,6 +178,27 @@ def test_deduplicated_keys_are_not_edited(storage: Any):
         ReplayBuffer(storage=storage(20), writer=ReservoirWriter())
 
 
+def test_a_function_that_fails_edits_nothing():
+    rb = ReplayBuffer(storage=PackedStorage(12))
+    rb.extend(transitions(5))
+    before = rb[:].clone()
+
+    def change(rows: TensorDict) -> None:
+        rows["hidden"].fill_(7)
+        raise RuntimeError("half done")
+
+    for region in (None, [1, 3]):
+        with pytest.raises(RuntimeError, match="half done"):
+            rb.storage.edit(change, region)
+        assert (rb[:] == before).all()
+    with pytest.raises(KeyError, match="no entry 'gone'"):
+        rb.storage.edit(lambda rows: rows.zero_(), key="gone")
+    rb.storage.edit(lambda rows: rows["hidden"].fill_(7), [1, 3], key="hidden")
+    assert (rb[:].exclude("hidden") == before.exclude("hidden")).all()
+    is_edited = (rb[:]["hidden"] == 7).all(-1)
+    assert is_edited.nonzero()[:, 0].tolist() == [1, 3]
+
+
 @over_storages
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("key", ["hidden", "observation", ("next", "reward")])

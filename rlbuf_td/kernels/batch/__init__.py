@@ -12,17 +12,24 @@ import numpy as np
 from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
-from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS, Updates
+from rlbuf_td.kernels.batch.ring import (
+    BATCH,
+    STEPS,
+    UPDATE,
+    WINDOWS,
+    WRITE_RECORD,
+    Updates,
+)
 from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.host_memory import address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import all_parts
 
 __all__ = [
-    "RING",
     "STEPS",
     "UPDATE",
     "WINDOWS",
+    "WRITE_RECORD",
     "LeafMemory",
     "Updates",
     "batch_record",

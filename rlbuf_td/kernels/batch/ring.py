@@ -15,7 +15,7 @@ _ADDRESSES = (
 # record, and ``entries`` to a :class:`rlbuf_td.kernels.rows.entries.Stored`. The last
 # two point to : functions in ``write_cpu``: one stores deduplicated observations, one
 # sets the priorities of new rows.
-RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES])
+WRITE_RECORD = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES])
 #: For batches of ``count`` rows: the same shape, and addresses. ``serials`` points to
 #: the numbers of a ring. ``stamped`` is 1 if batches have the serials of their rows.
 BATCH = np.dtype([

@@ -2,8 +2,8 @@
 and the priorities of new rows.
 
 Other arguments than counts are addresses, because numba converts an array argument more
-slowly than an integer. ``address`` is that of a ``RING`` record. Nothing has changed if
-:func:`write` returns one of the codes from :data:`UNFINISHED` on.
+slowly than an integer. ``address`` is that of a :data:`WRITE_RECORD`. Nothing has
+changed if :func:`write` returns one of the codes from :data:`UNFINISHED` on.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.ring import RING, UPDATE
+from rlbuf_td.kernels.batch.ring import UPDATE, WRITE_RECORD
 from rlbuf_td.kernels.code_cache import Callback
 from rlbuf_td.kernels.compiled import (
     address_of,
@@ -53,8 +53,7 @@ from rlbuf_td.kernels.serials_cpu import (
 from rlbuf_td.kernels.sum_tree import TREE
 from rlbuf_td.kernels.sum_tree.cpu import fill, update
 
-# what `write` returns, instead of a slot, if rows were written to lanes that stand
-# apart
+# what `write` returns, instead of a slot, if rows were written to ragged lanes
 IN_CELLS = -1
 #: Why nothing was written: the write before did not end; weights are those of another
 #: alpha; the data lies in the rows; a lane is out of range.
@@ -101,7 +100,7 @@ def write(
     Return the slot of the first time step, or :data:`IN_CELLS`, or why nothing was
     written.
     """
-    ring = carray(pointer(address), 1, RING)[0]
+    ring = carray(pointer(address), 1, WRITE_RECORD)[0]
     lanes = max(ring.lanes, 1)
     steps = ring.steps
     block = block_at(ring.head, lanes)
@@ -110,13 +109,13 @@ def write(
     code = _refusal(ring, block, lane_ids, priorities, counts)
     if code:
         return code
-    apart = lane_ids != 0 or not _stand_together(head, steps)
+    are_ragged = lane_ids != 0 or not _are_aligned(head, steps)
     before = head.copy()
     longest = longest_of(head, steps)
     cursor = head[WRITTEN, 0] % steps
     cells = np.empty(count if lane_ids else count * lanes, np.int64)
     begin_write(block, lanes, steps, counts)
-    if apart:
+    if are_ragged:
         _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
     _place(ring, before, counts, lane_ids, lanes_first, index, cells)
     _copy(ring, cells)
@@ -127,7 +126,7 @@ def write(
         priorities,
         address_of(cells),
         len(cells),
-        IN_CELLS if apart else slot,
+        IN_CELLS if are_ragged else slot,
         address_of(before),
     )
     for field in range(_WORDS):
@@ -151,7 +150,7 @@ def write(
     if not goes_on:
         barrier()
         block[DIRTY] = IDLE
-    return IN_CELLS if apart else cursor
+    return IN_CELLS if are_ragged else cursor
 
 
 @kernel
@@ -188,13 +187,15 @@ def _refusal(ring, block, lane_ids, priorities, counts):
 
 
 @inlined
-def _stand_together(head, steps):
+def _are_aligned(head, steps):
     """Whether all lanes have as many rows, and their next rows go to the same slot."""
-    together = True
+    are_aligned = True
     for e in range(1, head.shape[1]):
-        together &= head[WRITTEN, e] - head[TAIL, e] == head[WRITTEN, 0] - head[TAIL, 0]
-        together &= (head[WRITTEN, e] - head[WRITTEN, 0]) % steps == 0
-    return together
+        are_aligned &= (
+            head[WRITTEN, e] - head[TAIL, e] == head[WRITTEN, 0] - head[TAIL, 0]
+        )
+        are_aligned &= (head[WRITTEN, e] - head[WRITTEN, 0]) % steps == 0
+    return are_aligned
 
 
 @inlined
@@ -283,7 +284,7 @@ def write_entries(rows):
     """Store the deduplicated observations of rows whose other bytes have been
     stored."""
     new_rows = carray(pointer(rows), 1, _ROWS)[0]
-    ring = carray(pointer(new_rows.ring), 1, RING)[0]
+    ring = carray(pointer(new_rows.ring), 1, WRITE_RECORD)[0]
     entries_cpu.write(
         ring.entries, ring.sources, new_rows.head, new_rows.cells, new_rows.size
     )

@@ -4,7 +4,7 @@ on TorchRL."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -143,6 +143,7 @@ class Rows(ABC):
         """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
+    @abstractmethod
     def append_(
         self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray
     ) -> None:
@@ -151,7 +152,6 @@ class Rows(ABC):
 
         ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
-        self.replace_cells_(cells, leaves)
 
     def addresses_of(self, leaves: list[torch.Tensor]) -> list[int] | None:
         """Return the addresses of leaves that :meth:`append_from_` can read; None if it
@@ -163,21 +163,20 @@ class Rows(ABC):
         GPU; both arguments lie there, int64."""
         raise NotImplementedError
 
-    def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Edit rows at flat indices of any shape; if an index is repeated, its last row
-        is kept.
-
-        Deduplicated keys stay as they are.
-        """
-        flat = [
-            leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None]
-            for leaf in leaves
-        ]
-        self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
-
-    @abstractmethod
-    def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Implement :meth:`replace_` for flat indices ``[B]``."""
+    def edit_(
+        self,
+        cells: torch.Tensor | slice,
+        values: Mapping[tuple[str, ...], torch.Tensor],
+    ) -> None:
+        """Set entries, ``[B, ...]``, that are not deduplicated, of the rows at flat
+        indices without repetitions, or in a range."""
+        stored = self.layout if self.dedup is None else self.dedup.stored
+        block = self.flat[cells]  # a view of a range, otherwise a copy
+        columns = stored.columns(block)
+        for key, value in values.items():
+            columns[stored.places[key]].copy_(value.detach())
+        if isinstance(cells, torch.Tensor):
+            self.flat.index_copy_(0, cells, block)
 
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of all rows in the given time steps,
@@ -259,13 +258,6 @@ class ExportedViews:
             return False
         self._version = alias._version
         return True
-
-    def write_back(self) -> None:
-        """Copy edits into the rows if the function that made them has moved the memory
-        of its views."""
-        alias = self._alias
-        if alias is not None and alias.data_ptr() != self._matrix.data_ptr():
-            self._matrix.copy_(alias)
 
     def entries(self, view: Callable[[], TensorDict]) -> TensorDict:
         """Return ``view()``, the same object as long as nobody has moved its memory."""
@@ -361,17 +353,15 @@ class PlainRows(Rows):
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
         return self.layout.unpack(matrix)
 
-    def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        if not len(cells):
-            return
-        # of runs of neighbours
-        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]
-        is_scattered = len(edges) > _MOST_RUNS
-        if is_scattered and len(np.unique(cells)) < len(cells):
-            cells, leaves = last_of_each(cells, leaves)
+    def append_(
+        self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray
+    ) -> None:
+        """See :class:`Rows`."""
         block = self.flat.new_zeros((len(cells), self.flat.shape[1]))
         torch._foreach_copy_(self.layout.columns(block), leaves)
-        if is_scattered:
+        # of runs of neighbours
+        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]
+        if len(edges) > _MOST_RUNS:
             self.flat.index_copy_(0, to_device(cells, block.device), block)
             return
         for start, end in pairwise(edges):

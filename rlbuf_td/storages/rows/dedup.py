@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rlbuf_td.kernels.rows import ask_for_rows, refuse_rows
 from rlbuf_td.storages.dedup import ENTRY_NAMES, DedupLayout
 from rlbuf_td.storages.entries import Entries, MakeRoom
-from rlbuf_td.storages.rows import Rows, last_of_each
+from rlbuf_td.storages.rows import Rows
 
 
 class DedupRows(Rows):
@@ -122,19 +122,12 @@ class DedupRows(Rows):
             # otherwise a row could be read after it was overwritten
             leaves = [leaf.clone() for leaf in leaves]
         self.entries.reserve(len(cells))
-        self._replace_stored(torch.from_numpy(cells), leaves)
-        self.entries.write(leaves, head, torch.from_numpy(cells))
-
-    def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write what rows hold themselves; their deduplicated keys stay as they are."""
-        rows, leaves = last_of_each(cells, leaves)
-        self._replace_stored(torch.from_numpy(rows), leaves)
-
-    def _replace_stored(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+        where = torch.from_numpy(cells)
         columns = self.dedup.stored.columns(self.flat)
         del columns[self.dedup.names_slot]
         for column, slot in zip(columns, self.dedup.kept, strict=True):
-            column[cells] = leaves[slot].to(column.device)
+            column[where] = leaves[slot].to(column.device)
+        self.entries.write(leaves, head, where)
 
     # -- state
 
