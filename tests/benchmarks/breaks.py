@@ -659,7 +659,7 @@ BREAKS = [
         "envs/recorder.py",
         "return int(ids[:steps].max()) + 1",
         "return int(ids[:steps].max())",
-        "tests/storages/test_reopen.py -k of_an_environment",
+        "tests/envs/test_gymnasium_recorder.py -k loaded_rows_have",
     ),
     Break(
         "a recorder does not read the ids of loaded rows",
@@ -709,7 +709,7 @@ BREAKS = [
         "buffers/flow.py",
         "        self._numbers[_INSERTED] -= self._written\n",
         "",
-        "tests/test_goes_on.py -k counted",
+        "tests/buffers/test_flow.py -k counts_of_flow",
     ),
     Break(
         "a batch of before a load is taken back from the counts after it",

@@ -628,6 +628,22 @@ def test_a_queue_refuses_writes_that_its_waiting_rows_would_block_forever():
     assert rb.waiting == 1
 
 
+def test_a_load_restores_the_counts_of_flow_control():
+    one, other = (
+        ReplayBuffer(
+            storage=PackedStorage(8), batch_size=4, samples_per_insert=1.0, tolerance=64
+        )
+        for _ in range(2)
+    )
+    one.extend(ROWS)
+    one.extend(ROWS[:3])
+    one.sample()
+    other.extend(ROWS[:5])
+    other.load_state_dict(one.state_dict())
+    health = other.health()
+    assert (health["inserts"], health["samples"]) == (11, 4)
+
+
 def test_a_queue_that_is_refused_leaves_its_storage_to_others(tmp_path: Path):
     storage = PackedStorage(1)
     with pytest.raises(ValueError, match="never holds"):

@@ -193,7 +193,7 @@ def test_a_new_handle_begins_an_episode_in_its_lane_alone(how: str) -> None:
 
 
 def test_an_age_counts_the_rows_that_the_lane_has_got_since() -> None:
-    world = unlike(batch_size=64)
+    world = unlike(batch_size=64, steps=40)
     index = world.rb.sample()["index"].tolist()
     ages = [m.age(world.model, world.model.row(*cell)) for cell in index]
     assert world.rb.health()["age_max"] == max(ages)
