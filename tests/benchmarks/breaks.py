@@ -935,7 +935,7 @@ BREAKS = [
         "writers/estimator.py",
         "value = added = torch.where(is_missing, values.to(value.dtype), value)",
         "value = added = values.to(value.dtype)",
-        "tests/writers/test_rollout.py -k only_values_that_are_missing",
+        "tests/writers/test_first_read.py -k missing_in_some",
     ),
     # -- corners of storages
     Break(
@@ -1100,7 +1100,7 @@ BREAKS = [
         "kernels/episodes/cpu.py",
         "        if load(follows, np.int64) >= 0:\n",
         "        if load(follows, np.int64) >= -1:\n",
-        "tests/storages/test_trajectories.py tests/storages/test_reopen.py -k 'load or edit or breaks'",
+        "tests/storages/test_trajectories.py -k outlasts_an_edit",
     ),
     Break(
         "stamps of windows are taken for those of their anchors",

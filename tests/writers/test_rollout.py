@@ -122,18 +122,6 @@ def test_only_rows_that_break_off_are_evaluated_by_the_network(way):
     torch.testing.assert_close(rows["advantage"], world.estimates(data)[0])
 
 
-def test_the_network_gives_only_values_that_are_missing():
-    world = make_world(3)
-    data = world.steps(6, values=True)
-    data["state_value"].fill_(100.0)
-    data["state_value"][1, 2] = torch.nan
-    rb = rollouts(world, 6)
-    write(rb, data, "whole")
-    value = stored(rb)["state_value"]
-    assert (value == 100).sum() == value.numel() - 1
-    assert value.isfinite().all()
-
-
 def test_a_change_of_trajectory_breaks_off_what_came_before():
     world = make_world(1)
     none = torch.zeros(1, 6, dtype=torch.bool)
