@@ -11,13 +11,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import ExperienceQueue, PackedStorage, ReplayBuffer, ShutDown
-from tests.storages.test_kill import killed_at
+from rlbuf_td import (
+    ExperienceQueue,
+    PackedStorage,
+    QueueWriter,
+    ReplayBuffer,
+    ShutDown,
+)
+from tests.storages.test_kill import die, killed, killed_at
 from tests.storages.test_sharing import elsewhere
 
 CAPACITY, BATCH = 16, 4
@@ -160,6 +167,24 @@ def test_what_a_killed_process_was_taking_is_taken_by_another():
     # of a process that dies after its call they are lost with it
     assert sizes == sorted(sizes, reverse=True)
     assert {*sizes} == {4, 8}
+
+
+@needs_fork
+def test_rows_whose_taker_dies_before_it_has_read_them_wait_again(monkeypatch):
+    take = QueueWriter.take
+
+    def take_and_die(*arguments: Any) -> None:
+        take(*arguments)
+        die()
+
+    queue = make()
+    queue.share()
+    queue.extend(rows(0, 8))
+    assert queue.sample()["x"].tolist() == [0, 1, 2, 3]
+    with monkeypatch.context() as patched:
+        patched.setattr(QueueWriter, "take", take_and_die)
+        killed(queue.sample)
+    assert queue.sample()["x"].tolist() == [4, 5, 6, 7]
 
 
 @needs_fork

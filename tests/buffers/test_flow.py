@@ -618,6 +618,32 @@ def test_a_queue_refuses_writes_once_its_storage_is_too_small_for_its_batches():
     assert len(rb) == 0
 
 
+def test_a_queue_refuses_writes_that_its_waiting_rows_would_block_forever():
+    rb = ExperienceQueue(storage=PackedStorage(4), batch_size=4, timeout=0.05)
+    rb.extend(ROWS[:2])
+    assert len(rb.sample(1)) == 1
+    # 3 rows would wait: too few for a batch, and too many for a write of 2
+    with pytest.raises(ValueError, match="can wait for each other forever"):
+        rb.extend(ROWS[:2])
+    assert rb.waiting == 1
+
+
+def test_a_load_restores_the_counts_of_flow_control():
+    one, other = (
+        ReplayBuffer(
+            storage=PackedStorage(8), batch_size=4, samples_per_insert=1.0, tolerance=64
+        )
+        for _ in range(2)
+    )
+    one.extend(ROWS)
+    one.extend(ROWS[:3])
+    one.sample()
+    other.extend(ROWS[:5])
+    other.load_state_dict(one.state_dict())
+    health = other.health()
+    assert (health["inserts"], health["samples"]) == (11, 4)
+
+
 def test_a_queue_that_is_refused_leaves_its_storage_to_others(tmp_path: Path):
     storage = PackedStorage(1)
     with pytest.raises(ValueError, match="never holds"):

@@ -287,6 +287,26 @@ def test_priorities_go_home(one, lanes):
     assert all("not sample" not in rb.compiled for rb in mixed.members.values())
 
 
+@pytest.mark.parametrize("refuses", ["demos", "online"])
+def test_an_update_that_one_member_refuses_changes_none(refuses):
+    mixed = mixture("proportional", "proportional")
+    batch = mixed.sample()
+    is_bad = batch["source"] == mixed.names.index(refuses)
+    before = [rb.sampler.priority(torch.arange(21)) for rb in mixed.members.values()]
+    batch["td_error"] = torch.where(is_bad, torch.nan, 7.0)
+    with pytest.raises(ValueError, match="NaN"):
+        mixed.update_tensordict_priority(batch)
+    after = [rb.sampler.priority(torch.arange(21)) for rb in mixed.members.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_state_says_whether_shares_are_exact():
+    mixed, other = mixture("uniform", "uniform"), mixture("uniform", "uniform")
+    mixed.exact = False
+    other.load_state_dict(mixed.state_dict())
+    assert not other.exact
+
+
 def test_schedulers_change_shares():
     mixed = mixture("uniform", "uniform")
     scheduler = LinearScheduler(mixed.sampler, "demos", 0.1, 4)
@@ -297,6 +317,13 @@ def test_schedulers_change_shares():
     assert mixed.sampler.by_name == {"demos": 0.0, "online": 1.0}
     mixed.sampler.online = 0.5
     assert mixed.sampler.demos == 0.5
+
+
+def test_a_share_that_is_set_leaves_the_proportion_of_the_others():
+    members = {name: member("uniform", 0, 9) for name in "abc"}
+    mixed = ReplayBufferMixture(members, {"a": 5, "b": 3, "c": 2})
+    mixed.sampler.a = 0.75
+    assert mixed.sampler.by_name == pytest.approx({"a": 0.75, "b": 0.15, "c": 0.1})
 
 
 def test_reserved_rows_are_compared_after_their_first_write():

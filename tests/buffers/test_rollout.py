@@ -134,6 +134,15 @@ def test_a_loop_left_early_starts_over_next_time():
         assert sum(len(batch) for batch in rollout) == 48
 
 
+def test_a_loop_left_early_starts_over_after_a_load():
+    rollout, _ = filled(make_world(3), epochs=2)
+    for _ in rollout:
+        break
+    other, _ = filled(make_world(3), epochs=2)
+    other.load_state_dict(rollout.state_dict())
+    assert sum(len(batch) for batch in other) == 48
+
+
 def test_sampling_within_a_loop_takes_its_turn():
     """The sampler knows one order: whoever draws takes the next rows, and no row comes
     twice."""
@@ -614,6 +623,17 @@ def test_advantages_of_agents_end_where_the_agent_dies(lanes, stored):
     assert summary["value_target_std"] == pytest.approx(
         target[acts].std(correction=0).item(), rel=1e-4
     )
+
+
+def test_an_agent_that_is_truncated_where_its_game_terminates_is_bootstrapped():
+    ended = torch.ones(1, 2, 1, dtype=torch.bool)
+    after = {"state_value": torch.full((1, 2, 1), 2.0), "reward": torch.ones(1, 2, 1)}
+    after |= {"done": ended, "terminated": torch.tensor([[[True], [False]]])}
+    rows = TensorDict({GROUP: {"state_value": torch.zeros(1, 2, 1)}}, [1])
+    rows["next"] = {GROUP: after, "done": ended[:, 0], "terminated": ended[:, 0]}
+    rollout = RolloutBuffer(1, gamma=0.5, lmbda=0.9, group=GROUP)
+    rollout.extend(rows)
+    assert rollout.storage[GROUP, "value_target"].flatten().tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("beside", [(), (GROUP,)], ids=["of the step", "of agents"])

@@ -10,6 +10,7 @@ import operator
 import os
 import pickle
 import random
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -625,3 +627,23 @@ def test_forged_numbers_of_episodes_reach_no_other_memory():
     assert ahead.min() >= 0
     assert (back + ahead).max() < 30
     rb.sample()
+
+
+def test_a_damaged_dump_leaves_no_rows_in_a_folder(tmp_path):
+    def buffer(folder: str) -> td.ReplayBuffer:
+        return td.ReplayBuffer(
+            storage=td.PackedStorage(64, scratch_dir=tmp_path / folder)
+        )
+
+    rb = buffer("first")
+    rb.extend(TensorDict({"x": torch.rand(64, 9)}, [64]))
+    rb.dumps(tmp_path / "sound")
+    shutil.copytree(tmp_path / "sound", tmp_path / "damaged")
+    files = [*(tmp_path / "damaged" / "data").iterdir()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"?")
+    other = buffer("second")
+    with pytest.raises(CheckpointError):
+        other.loads(tmp_path / "damaged")
+    other.loads(tmp_path / "sound")
+    assert torch.equal(other[:]["x"], rb[:]["x"])

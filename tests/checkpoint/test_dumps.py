@@ -362,6 +362,30 @@ FOUR = TensorDict(
 )
 
 
+def test_a_load_restores_the_batch_size_and_the_counts_of_batches(tmp_path):
+    one, other = small(), td.ReplayBuffer(storage=td.PackedStorage(8), batch_size=3)
+    other.set_sampler(td.ProportionalSampler(8))
+    one.extend(FOUR)
+    one.sample()
+    one.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert len(other.sample()) == 2
+    stats = other.stats()
+    assert (stats["sample_calls"], stats["samples_returned"]) == (2, 4)
+
+
+def test_a_load_sets_the_generator_that_others_share():
+    generator = torch.Generator().manual_seed(3)
+    rb = small()
+    rb.set_rng(generator)
+    rb.extend(FOUR)
+    state, before = rb.state_dict(), generator.get_state()
+    rb.sample()
+    assert not torch.equal(generator.get_state(), before)
+    rb.load_state_dict(state)
+    assert torch.equal(generator.get_state(), before)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_are_saved_and_loaded(part, tmp_path):
     path = [str, Path][len(part) % 2]

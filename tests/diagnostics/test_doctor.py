@@ -723,6 +723,18 @@ def test_an_observation_out_of_its_bounds_is_found(rows, space):
     assert found == {("observation",): (33,), ("next", "observation"): (32,)}
 
 
+def test_flags_of_agents_are_no_flags_of_the_trajectory(rows):
+    rows["next", "terminated"] = rows["next", "done"].clone()
+    flags = torch.ones(len(rows), 2, 1, dtype=torch.bool)
+    rows["next", "agents"] = TensorDict({"terminated": flags}, flags.shape[:2])
+    assert check(rows).codes == []
+
+
+def test_an_infinite_observation_is_not_out_of_bounds_too(rows):
+    rows["observation"][33, 1] = torch.inf
+    assert check(rows, space=BOX).codes == ["not-finite"]
+
+
 def test_bounds_are_those_of_the_parts_of_a_space_or_of_one_of_several_environments():
     space = Dict(
         camera=Dict(pixels=Box(100, 255, (1, 12, 12), np.uint8)),

@@ -355,3 +355,28 @@ def test_a_lazily_negated_reward_counts_with_its_sign():
     )
     assert reward.is_neg()
     assert stats.summary()["train/return_mean"] == 2.0
+
+
+def test_with_done_alone_all_ends_are_terminations():
+    stats, done = EpisodeStats(), torch.tensor([[False], [True]])
+    stats.update(TensorDict({"next": {"reward": torch.ones(2, 1), "done": done}}, [2]))
+    summary = stats.summary()
+    assert summary["train/done_terminated_rate"] == 1
+    assert summary["train/done_truncated_rate"] == 0
+
+
+@pytest.mark.parametrize("name", [0, 1])
+def test_a_load_ends_the_open_episodes_of_the_buffer_that_loads(name):
+    rb = ReplayBuffer(storage=PackedStorage(20), stats=EpisodeStats())
+
+    def write(*done: bool) -> None:
+        flags = torch.tensor(done)[:, None]
+        after = {"done": flags, "reward": torch.ones(flags.shape)}
+        ids = torch.full((len(done),), name)
+        data = {"collector": {"traj_ids": ids}, "next": after}
+        rb.extend(TensorDict(data, [len(done)]))
+
+    write(False, False)
+    rb.load_state_dict(rb.state_dict())
+    write(True)
+    assert rb.episode_stats.history()["length"].tolist() == [1]

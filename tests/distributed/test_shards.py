@@ -134,6 +134,15 @@ def test_updates_for_a_restarted_shard_are_skipped_and_counted():
     assert not (world.shards[1].buffer.sampler.priority(torch.arange(50)) == 7).any()
 
 
+def test_updates_for_a_lost_shard_are_counted():
+    world, learner = begun(2, 60)
+    batch = learner.sample()
+    world.handles[1].is_lost = True
+    learner.links.lose(1)
+    updated(learner, batch)
+    assert learner.stale == int((batch["index"][:, 0] == 1).sum()) > 0
+
+
 def test_a_lost_shard_costs_its_rows_and_one_retry():
     world, learner = begun(3, 90)
     learner.sample()
@@ -387,6 +396,19 @@ def test_after_a_load_of_other_rows_learners_and_writers_go_on_with_them(tmp_pat
     world.handles[1].restart()
     with pytest.raises(td.SchemaError, match="'id' came as int64"):
         world.client(home=1).extend(rows(110, 5))
+
+
+def test_rows_that_wait_in_a_shard_are_gone_after_a_load(tmp_path):
+    world, learner = begun(1, 60)
+    whole = world.buffer()
+    whole.dumps(tmp_path)
+    learner.sample()
+    world.client(home=0).extend(rows(500, 5))
+    assert world.shards[0].report().waiting == 5
+    whole.loads(tmp_path)
+    learner.sample()
+    learner.synchronize()
+    assert max(map(max, stored(world))) < 500
 
 
 def test_rows_that_are_lost_fix_no_schema():

@@ -261,6 +261,21 @@ def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():
     assert rb.storage["collector", "traj_ids"].tolist() == [3]
 
 
+def test_a_recorder_gives_no_number_that_loaded_rows_have(tmp_path):
+    env = Walk("box", 50)
+    saved, rb = (td.ReplayBuffer.from_env(env, 100) for _ in range(2))
+    recorders = td.GymnasiumRecorder(saved, env), td.GymnasiumRecorder(rb, env)
+    for recorder, episodes in zip(recorders, (4, 1), strict=True):
+        for _ in range(episodes):
+            recorder.reset(seed=1)
+            recorder.step(0)
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    recorder.reset(seed=1)
+    recorder.step(0)
+    assert rb.storage["collector", "traj_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("how", ["made before", "made after", "in an episode"])
 def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(how, tmp_path):
     env = Walk("box", 50)

@@ -378,6 +378,36 @@ def test_an_agent_whose_last_step_is_unknown_is_refused_by_name(how, words):
     assert len(recorder.buffer) == 1
 
 
+def test_after_a_step_that_failed_all_environments_are_reset(monkeypatch):
+    envs = [Meadow(3), Meadow(50)]
+    recorder = started(envs)
+    with monkeypatch.context() as patched:
+        patched.setattr(envs[1], "step", lambda actions: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            recorder.step([act(env) for env in envs])
+    with pytest.raises(RuntimeError, match=r"environments \[0\] need a reset, too"):
+        recorder.reset(lanes=[False, True])
+    recorder.reset()
+    recorder.step([act(env) for env in envs])
+    assert len(recorder.buffer) == 2
+
+
+def test_each_environment_of_a_list_gets_its_own_seed(monkeypatch):
+    envs, seeds = [Meadow(3), Meadow(3)], []
+    recorder = started(envs)
+    for env in envs:
+        reset = env.reset
+
+        def noted(reset=reset, **given):
+            seeds.append(given["seed"])
+            return reset(**given)
+
+        monkeypatch.setattr(env, "reset", noted)
+    recorder.reset(seed=5)
+    recorder.reset(seed=[7, 3])
+    assert seeds == [5, 6, 7, 3]
+
+
 def test_an_ended_environment_must_be_reset():
     env = [Meadow(3), Meadow(50)]
     recorder = started(env)

@@ -350,19 +350,21 @@ def test_returns_to_go_equal_their_definition():
     reward = torch.randn(4, 9, 2, dtype=torch.float64, generator=generator)
     done = torch.rand(4, 9, 2, generator=generator) < 0.2
     mask = torch.arange(9) < torch.tensor([9, 5, 1, 0])[:, None]
-    for given in (None, mask, mask[..., None].expand(4, 9, 2)):
+    gaps = torch.rand(4, 9, generator=generator) < 0.7
+    for given in (None, mask, mask[..., None].expand(4, 9, 2), gaps):
+        counts = torch.ones_like(mask)
+        if given is not None:
+            counts = given if given.ndim == 2 else given[..., 0]
         found = F.reward2go(reward, done, 0.9, mask=given)
         for lane, step, feature in product(range(4), range(9), range(2)):
             total = 0.0
             for k, t in enumerate(range(step, 9)):
                 total += (
-                    0.9**k
-                    * float(reward[lane, t, feature])
-                    * bool(given is None or mask[lane, t])
+                    0.9**k * float(reward[lane, t, feature]) * bool(counts[lane, t])
                 )
                 if done[lane, t, feature]:
                     break
-            wanted = total if given is None or mask[lane, step] else 0.0
+            wanted = total if counts[lane, step] else 0.0
             assert abs(float(found[lane, step, feature]) - wanted) < 1e-12
     poisoned = reward.masked_fill(~mask[..., None], float("nan"))
     assert torch.equal(

@@ -199,6 +199,23 @@ def team(steps: int) -> TensorDict:
     return data
 
 
+def test_sums_go_on_past_truncated_flags_of_agents_that_are_not_done():
+    flags = {
+        name: torch.zeros(6, 2, 1, dtype=torch.bool) for name in ("done", "truncated")
+    }
+    flags["truncated"].fill_(True)  # as TorchRL's PPOTrainer does
+    agents = TensorDict({"reward": torch.ones(6, 2, 1)} | flags, [6, 2])
+    key = ("next", "agents", "reward")
+    sampler = NStepSampler(UniformSampler(), 3, 0.5, reward_key=key)
+    rb = ReplayBuffer(storage=PackedStorage(6), sampler=sampler, batch_size=64)
+    done = torch.zeros(6, 1, dtype=torch.bool)
+    rb.extend(TensorDict({"next": {"done": done, "agents": agents}}, [6]))
+    batch = rb.sample()
+    steps = (6 - batch["index"]).clamp(max=3)
+    assert (batch["steps_to_next_obs"].flatten(1) == steps[:, None]).all()
+    assert (batch[key].flatten(1) == (2 - 0.5 ** (steps - 1))[:, None]).all()
+
+
 @pytest.mark.parametrize("per_agent", [True, False])
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 def test_sums_of_agents_are_equal_where_the_wrapped_sampler_revises_rewards(

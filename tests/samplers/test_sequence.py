@@ -522,3 +522,13 @@ def test_writes_and_edits_of_done_flags_begin_new_epochs():
     rb.set_at_("x", 7, (4, 0))  # the same trajectories
     rb.sample()
     assert rb.sampler.innermost.position == position + 2
+
+
+def test_errors_of_the_burn_in_do_not_count_in_an_update_by_index():
+    sampler = SequenceSampler(ProportionalSampler(20), 2, burn_in=2)
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler)
+    rb.extend(TensorDict({"next": {"done": torch.zeros(12, 1).bool()}}, [12]))
+    errors = torch.tensor([9.0, 9.0, 1.0, 2.0])
+    # as TorchRL's buffers call it
+    sampler.update_priority(torch.arange(4, 8), errors, storage=rb.storage)
+    assert sampler.innermost.priority(torch.tensor([6])).item() == 2

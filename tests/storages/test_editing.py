@@ -19,6 +19,7 @@ from rlbuf_td import (
     ReservoirWriter,
     SchemaError,
     SequenceSampler,
+    TrajectoryIndex,
     UniformSampler,
 )
 from tests.catalogue import buffer_of
@@ -368,3 +369,16 @@ def test_next_entries_of_joined_steps_are_refused(outer):
     inner.n_steps = 1
     assert rb.write_back(rb.sample(), [("next", "state")])
     assert rb.storage["next", "state"].tolist() == list(range(9))
+
+
+def test_done_flags_that_are_written_back_end_episodes():
+    rb = ReplayBuffer(storage=PackedStorage(8))
+    done = torch.zeros(6, 1, dtype=torch.bool)
+    rb.extend(TensorDict({"next": {"done": done}}, [6]))
+    episodes = TrajectoryIndex(rb.storage)
+    assert episodes.steps_ahead(torch.arange(6)).tolist() == [5, 4, 3, 2, 1, 0]
+    index = torch.tensor([2])
+    batch = TensorDict({"index": index, "next": {"done": ~done[:1]}}, [1])
+    stamps = rb.storage.stamps(index)
+    assert rb.write_back(batch, [("next", "done")], sampled_at=stamps) == 1
+    assert episodes.steps_ahead(torch.arange(6)).tolist() == [2, 1, 0, 2, 1, 0]

@@ -23,7 +23,9 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     ReplayBufferMixture,
+    TrajectoryIndex,
     UniformSampler,
+    make_transition,
 )
 from rlbuf_td.diagnostics.doctor import check as examine
 from tests import model as m
@@ -164,3 +166,34 @@ def test_a_mixture_writes_to_lanes_of_a_member() -> None:
         [*zip((0, 1, 0), rows, strict=True)], torch.tensor([[1, 0], [5, 1], [2, 0]])
     )
     m.assert_holds(world.rb, world.model, episodes=False)
+
+
+@pytest.mark.parametrize("how", ["add", "add_step"])
+def test_a_new_handle_begins_an_episode_in_its_lane_alone(how: str) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2, lanes=2))
+    seen = torch.zeros(1)
+    step = {"observation": seen, "action": 0, "reward": 0.0, "next_observation": seen}
+    step |= {"terminated": False, "truncated": False}
+
+    def write(lane: Any, count: int) -> None:
+        for _ in range(count):
+            if how == "add":
+                lane.add(make_transition(*step.values()))
+            else:
+                lane.add_step(**step)
+
+    first, other = rb.lane(0), rb.lane(1)
+    write(first, 3)
+    write(other, 3)
+    write(rb.lane(0), 2)
+    write(other, 2)
+    ahead = TrajectoryIndex(rb.storage).steps_ahead(torch.arange(10)).view(5, 2)
+    assert ahead[:, 0].tolist() == [2, 1, 0, 1, 0]
+    assert ahead[:, 1].tolist() == [4, 3, 2, 1, 0]
+
+
+def test_an_age_counts_the_rows_that_the_lane_has_got_since() -> None:
+    world = unlike(batch_size=64, steps=40)
+    index = world.rb.sample()["index"].tolist()
+    ages = [m.age(world.model, world.model.row(*cell)) for cell in index]
+    assert world.rb.health()["age_max"] == max(ages)

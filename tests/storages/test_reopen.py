@@ -36,6 +36,7 @@ from rlbuf_td import (
 from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.memory import HEAD_FILE, PRIORITY_FILE
+from rlbuf_td.storages.rows import PlainRows
 from tests.backends import forced
 from tests.storages.test_kill import die
 
@@ -512,6 +513,32 @@ def update_all(rb: ReplayBuffer) -> None:
     rb.update_priority(torch.arange(len(rb)), own(rb.storage["x"][: len(rb)]).float())
 
 
+def test_priorities_of_a_sampler_that_is_loaded_alone_are_kept(tmp_path: Path) -> None:
+    rb = start(tmp_path, 0, "proportional")
+    state = rb.sampler.state_dict()
+    count = len(rb)
+    state["magnitude"][:count] = own(rb.storage["x"][:count]).float()
+    rb.sampler.load_state_dict(state)
+    del rb
+    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def test_a_killed_write_of_as_many_rows_as_fit_leaves_none(tmp_path: Path) -> None:
+    def work() -> None:
+        with forced("torch"):
+            rb = ReplayBuffer(storage=opened(tmp_path))
+            rb.extend(rows(torch.arange(100)))
+            PlainRows.append_ = die
+            rb.extend(rows(torch.arange(100, 100 + CAPACITY)))
+
+    killed(work)
+    rb = ReplayBuffer(storage=opened(tmp_path))
+    assert len(rb) == 0
+    rb.extend(rows(torch.arange(3)))
+    assert rb.chronological()["x"].tolist() == [0, 1, 2]
+
+
 def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:
     rb = start(tmp_path / "rows", 0, "proportional")
     rb.dumps(tmp_path / "dump")
@@ -593,6 +620,18 @@ def second(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
     rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
     rb.sample()
     return rb
+
+
+def test_a_buffer_that_was_shut_down_leaves_its_priorities_to_another(
+    tmp_path: Path,
+) -> None:
+    rb = start(tmp_path, 0, "proportional")
+    rb.shutdown()
+    other = second(rb.storage, SAMPLERS["proportional"]())
+    other.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    del rb, other
+    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    assert (magnitude == own(number)).all()
 
 
 @pytest.mark.parametrize(

@@ -247,3 +247,15 @@ def test_days_of_writes_pass_the_limits_of_integers(
     assert rb.stale_updates.total() == wrapped
     rows = written * max(1, lanes)
     assert rb.write_count == start + rows
+
+
+def test_a_batch_of_before_a_load_updates_no_loaded_row() -> None:
+    rb = ReplayBuffer(
+        storage=PackedStorage(8), sampler=ProportionalSampler(8), batch_size=4
+    )
+    rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+    batch, state = rb.sample(), rb.state_dict()
+    rb.load_state_dict(state)
+    rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 9.0)))
+    assert rb.stale_updates.total() == 4
+    assert (rb.sampler.priority(torch.arange(8)) == 1).all()

@@ -442,3 +442,20 @@ def test_breaks_of_keys_of_ones_own_outlast_reopenings(tmp_path: Path) -> None:
                 )
             )
             assert index.length(torch.arange(first + 3)).tolist() == [3] * (first + 3)
+
+
+def test_a_break_that_is_due_outlasts_an_edit_of_flags() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(8))
+
+    def write(count: int) -> None:
+        ids, done = torch.zeros(count), torch.zeros(count, 1, dtype=torch.bool)
+        data = {"collector": {"traj_ids": ids.long()}, "next": {"done": done}}
+        rb.extend(TensorDict(data, [count]))
+
+    write(3)
+    rb.load_state_dict(rb.state_dict())
+    rb["next", "done"] = torch.zeros(3, 1, dtype=torch.bool)
+    index = TrajectoryIndex(rb.storage)
+    assert index.steps_ahead(torch.arange(3)).tolist() == [2, 1, 0]
+    write(2)
+    assert index.steps_ahead(torch.arange(5)).tolist() == [2, 1, 0, 1, 0]
