@@ -441,10 +441,6 @@ class Priorities:
         """Set priorities with kernels on a GPU, or with torch; return the number of
         stale updates if a kernel has counted them."""
         flat, td_error, stamp, *_ = update
-        if flat.is_cpu and not self.is_launched:  # no other device waits for the answer
-            outside = (flat < -1) | (flat >= written)
-            if bool(outside.any()) or not bool(td_error.isfinite().all()):
-                refuse_priorities(flat, td_error, written)
         with defer_sigint:
             if self.is_launched:
                 serials = None if stamp is None or ring is None else ring.for_kernels()

@@ -203,9 +203,11 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
                 are out of range. May be omitted if ``index`` holds flat rows.
 
         Raises:
-            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA,
-                such TD errors are skipped, and ``rb.health()`` counts them).
-            IndexError: a row is out of range (on CUDA, such rows are skipped).
+            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA and
+                without numba, such TD errors are skipped, and ``rb.health()`` counts
+                them).
+            IndexError: a row is out of range (on CUDA and without numba, such rows are
+                skipped).
             TypeError: the index does not hold integers.
         """
         self.priorities.assign(Update(index, priority), storage)

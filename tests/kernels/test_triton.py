@@ -318,14 +318,13 @@ def test_no_weight_at_all_draws_finite_numbers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_updates_are_those_of_torch(alpha, dtype):
-    """Repeated rows, rows that are gone, rows out of range, -1, NaN and infinity; on the
-    CPU, torch refuses updates that a GPU skips."""
+    """Repeated rows, rows that are gone, rows out of range, -1, NaN and infinity."""
     index = torch.tensor([3, 3, -1, 59, 7, 7, 900, 12, 13, 3, 7, 20])
     td_error = torch.tensor(
         [1, -2, 9, 0.5, 4, torch.nan, 8, torch.inf, -0.0, 0.25, 9, 3], dtype=dtype
     )
 
-    def update(index: torch.Tensor, td_error: torch.Tensor) -> ReplayBuffer:
+    def update() -> ReplayBuffer:
         sampler = ProportionalSampler(60, alpha=alpha, min_priority=0.3)
         rb = buffer(60, sampler)
         rb.extend(numbered_rows(60))
@@ -338,20 +337,17 @@ def test_updates_are_those_of_torch(alpha, dtype):
         sampler.rule.check()
         return rb
 
-    rb = update(index, td_error)
-    is_invalid = ~td_error.isfinite() | (index == 900)
-    valid = td_error.masked_fill(is_invalid, 0.0)
+    rb = update()
     with forced("torch"):
-        other = update(index.masked_fill(is_invalid, -1), valid)
+        other = update()
     every = torch.arange(60)
     torch.testing.assert_close(
         rb.sampler.priority(every), other.sampler.priority(every), rtol=0, atol=0
     )
     weights = (each.sampler.tree.weight[:60] for each in (rb, other))
     torch.testing.assert_close(*weights, rtol=2.0**-23, atol=0.0)
-    assert rb.health()["refused_priorities"] == 1
-    # row 7 with NaN is gone, too
-    assert rb.health()["stale_updates"] == other.health()["stale_updates"] + 1
+    for name in ("refused_priorities", "stale_updates"):
+        assert rb.health()[name] == other.health()[name]
     assert rb.sampler.default_priority == other.sampler.default_priority
 
 
