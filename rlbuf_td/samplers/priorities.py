@@ -335,12 +335,8 @@ class Priorities:
         If ``update.counts`` and the storage is given, the rows must have been written;
         otherwise, they may be new.
         """
+        self._prepare(storage)
         rule = self.rule
-        settings = self.settings.values
-        if storage is not None and self.serves._storage() is not storage:
-            self.move_to(storage)
-        if rule.weighs_rows and settings[ALPHA] != settings[WEIGHED]:
-            rule.refresh_weights()
         written = self.capacity
         has_holes = False
         ring = getattr(storage, "ring", None)
@@ -372,6 +368,18 @@ class Priorities:
                 refuse_priorities(flat, update.td_error, written)
             self.keep(flat, None if update.counts else storage)
         return stale + gone
+
+    def _prepare(self, storage: Storage | None) -> None:
+        """Move to the rows of a storage, and compute weights anew if alpha has
+        changed."""
+        # a draw claims a storage that may have more rows than there are priorities
+        if storage is not None and (
+            storage.max_size > self.capacity or self.serves._storage() is not storage
+        ):
+            self.move_to(storage)
+        settings = self.settings.values
+        if self.rule.weighs_rows and settings[ALPHA] != settings[WEIGHED]:
+            self.rule.refresh_weights()
 
     @property
     def _is_compiled(self) -> bool:
@@ -475,10 +483,9 @@ class Priorities:
     ) -> None:
         """Do what :meth:`enter` does; the new rows lie in ``count`` cells from
         ``first`` on."""
-        self.move_to(storage)
+        self._prepare(storage)
         if not self.is_launched:
             return self.enter(index, storage)
-        self.rule.refresh_weights()
         run = Run(first, count, storage.ring.steps * storage.ring.lanes)
         with defer_sigint:
             self.rule.launch_enter_(run, self._on_device())

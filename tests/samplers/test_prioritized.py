@@ -343,3 +343,15 @@ def test_draws_have_the_law(n, alpha, k):
     expected = expected_in_segments(alpha, n, k or 1).flatten() / len(columns)
     assert n < 1_000 or power(expected[expected > 0], DRAWS, bias=0.02) > 0.99
     assert_follows(observed, expected)
+
+
+@both
+def test_a_sampler_that_could_not_draw_grows_with_the_rows_before_an_update(cls):
+    """A draw claims the rows, of which there are more than priorities."""
+    storage = buffer(64).storage
+    sampler = cls(4)
+    with pytest.raises(RuntimeError):
+        sampler.sample(storage, 2)
+    sampler.update_priority(torch.tensor([5, 60]), torch.ones(2), storage=storage)
+    assert sampler.priority(torch.tensor([5, 60])).tolist() == [1.0, 1.0]
+    sampler.priorities.rule.check()
