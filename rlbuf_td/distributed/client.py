@@ -35,7 +35,7 @@ from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import State
+from rlbuf_td.storages.checks import State, whole
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import refuse_index
@@ -160,6 +160,7 @@ class Client:
             raise RuntimeError(
                 "there is no batch size: pass it to sample, or to the constructor"
             )
+        size = whole(1)("batch_size", size)
         self.links.require_open()
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:

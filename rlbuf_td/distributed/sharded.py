@@ -517,7 +517,7 @@ class Limiter(FlowControl):
     ) -> None:
         super().__init__(samples_per_insert, min_size, tolerance)
         self._incarnation = time.time_ns()
-        self._changed = asyncio.Event()  # the counts, since a call began to wait
+        self._changed = asyncio.Event()  # set at the next change of the counts
         rows = count_rows()
         if rows is not None:
             self.restart(rows)
@@ -561,34 +561,38 @@ class Limiter(FlowControl):
             return
         self.count_wait(of_sample=of_sample)
         # a larger batch or write than any before raises the tolerance for others
-        self._changed.set()
+        self._wake()
         deadline = None if timeout is None else time.monotonic() + timeout
         while not admit():
-            self._changed.clear()
+            changed = self._changed  # stays set, whenever the call goes on
             seconds = None if deadline is None else deadline - time.monotonic()
             try:
-                await asyncio.wait_for(self._changed.wait(), seconds)
+                await asyncio.wait_for(changed.wait(), seconds)
             except asyncio.TimeoutError:
                 message = f"waited for {timeout:.3g} seconds: {reason()}"
                 raise TimeoutError(message) from None
 
     def _admitted(self) -> Admission:
-        self._changed.set()
+        self._wake()
         return Admission(self.epoch, self.inserted)
 
     # Whatever changes the counts wakes the calls that wait.
 
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
         super().take_back(epoch, sampled=sampled, inserted=inserted)
-        self._changed.set()
+        self._wake()
 
     def restart(self, rows: int) -> None:
         super().restart(rows)
-        self._changed.set()
+        self._wake()
 
     def restore(self, state: State | None, rows: int) -> None:
         super().restore(state, rows)
-        self._changed.set()
+        self._wake()
 
     def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
         """Take back a batch of ``sampled`` rows, because all shards are empty; restart

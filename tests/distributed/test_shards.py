@@ -665,6 +665,18 @@ def test_a_write_that_waits_is_admitted_by_a_batch():
     asyncio.run(run())
 
 
+def test_a_batch_that_waits_misses_no_change():
+    """Two writes change the counts before the batch begins to wait; the second one
+    itself begins to wait."""
+
+    async def run() -> None:
+        limiter = Limiter(lambda: None, 1.0, 4, 4.0)
+        calls = limiter.sample(1, True, 20.0), *map(limiter.insert, (4, 4, 1))
+        await asyncio.wait_for(asyncio.gather(*calls), 10.0)
+
+    asyncio.run(run())
+
+
 # -- which buffers
 
 
