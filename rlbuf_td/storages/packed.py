@@ -1026,7 +1026,8 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             SchemaError: an entry is deduplicated, because other rows share its values.
-            IndexError: a row has not been written, or is gone. Nothing has changed.
+            IndexError: a row at an index has not been written, or is gone. Nothing has
+                changed.
         """
         shared = sorted(self.deduplicated.keys() & values.keys())
         if shared:
@@ -1045,9 +1046,10 @@ class PackedStorage(LazyTensorStorage):
                         for leaf in leaves
                     ]
                 numbers = cells.reshape(-1).cpu().numpy()
-                if len(numbers) and numbers.max() >= rows.cells:
+                outside = numbers[(numbers < 0) | (numbers >= rows.cells)]
+                if len(outside):
                     raise IndexError(
-                        f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written"
+                        f"row {outside[0]} is out of range: rows 0 to {rows.cells - 1} have been written"
                     )
                 self.refuse_holes(cells.reshape(-1))
                 numbers, leaves = last_of_each(numbers, leaves)
@@ -1084,19 +1086,21 @@ class PackedStorage(LazyTensorStorage):
                 few batch dims, a lane dim of size 0, or an entry without a fixed size.
         """
         schema = self.as_rows(schema, self.ndim - 1)
-        if self.reopen and self.rows is not None:
-            self._refuse_other_schema(schema)
-            return
-        if self.rows is not None:
-            raise RuntimeError(
-                "the rows of this storage are already allocated: reserve them before the first write"
-            )
-        if "index" in schema.keys():
-            refuse_index()
-        with defer_sigint:
-            self._fix_rows(schema, self.ndim - 1)
-            # otherwise other processes may use these rows
-            self.is_reserved = self.shared_rows is None
+        # the lock tells other processes to look for the rows, and finds theirs
+        with self.lock:
+            if self.reopen and self.rows is not None:
+                self._refuse_other_schema(schema)
+                return
+            if self.rows is not None:
+                raise RuntimeError(
+                    "the rows of this storage are already allocated: reserve them before the first write"
+                )
+            if "index" in schema.keys():
+                refuse_index()
+            with defer_sigint:
+                self._fix_rows(schema, self.ndim - 1)
+                # otherwise other processes may use these rows
+                self.is_reserved = self.shared_rows is None
 
     def is_reserved_for(self, data: TensorDictBase, lead_dims: int) -> bool:
         """Whether rows are reserved, and the data, whose first ``lead_dims`` dims number

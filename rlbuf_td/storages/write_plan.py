@@ -133,7 +133,7 @@ class CompiledWrites(WritePlan):
     def write(
         self, storage: PackedStorage, write: Write, lead: torch.Size, count: int
     ) -> Any:
-        """See :class:`WritePlan`; None for staged rows."""
+        """See :class:`WritePlan`; for staged rows, the slot of the first one."""
         ring = self.ring
         entries = self.entries
         priorities = self.priorities if write.is_told else None
@@ -176,6 +176,8 @@ class CompiledWrites(WritePlan):
                     )
                 if not self._is_refusal(code):
                     break
+                if entries is not None:
+                    entries.end()  # nothing has been written
                 lanes = write.lanes if write.staged is None else write.staged.lanes
                 leaves = self._mend(storage, code, leaves, lanes)
             if entries is not None:

@@ -34,10 +34,12 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     RolloutBuffer,
+    SchemaError,
     TrajectoryIndex,
     UniformSampler,
     schema_of,
 )
+from rlbuf_td.storages.writes import Write
 from tests.catalogue import SAMPLERS
 from tests.storages.test_kill import check_priorities, rows
 from tests.test_lockstep import forked, stopped
@@ -167,6 +169,29 @@ def test_a_rollout_that_another_process_records_into_reserved_rows_is_read_here(
     assert torch.equal(rows["observation"][1:], rows["next", "observation"][:-1])
     assert torch.equal(rows["state_value"], rows["observation"][:, :1])
     assert (rows["next", "reward"] == 1).all()
+
+
+def test_rows_that_one_process_reserves_are_found_by_another_one():
+    storage = PackedStorage(9, shared=True)
+    there, here = mp.get_context("fork").Pipe()
+
+    def write() -> None:
+        with storage.lock:  # the last one to hold it
+            pass
+        there.send("ready")
+        there.recv()
+        with pytest.raises(SchemaError):
+            storage.advance(Write(TensorDict({"y": torch.zeros(2, 5)}, [2])))
+        storage.advance(Write(TensorDict({"x": torch.ones(2, 3)}, [2])))
+
+    process = mp.get_context("fork").Process(target=write)
+    process.start()
+    here.recv()
+    storage.reserve(TensorDict({"x": torch.zeros(3)}, []))
+    here.send("go on")
+    process.join(60)
+    assert process.exitcode == 0
+    assert storage["x"].tolist() == [[1.0] * 3] * 2
 
 
 FACTORS = torch.arange(1, 20)

@@ -171,12 +171,20 @@ class Rows(ABC):
         """Set entries, ``[B, ...]``, that are not deduplicated, of the rows at flat
         indices without repetitions, or in a range."""
         stored = self.layout if self.dedup is None else self.dedup.stored
-        block = self.flat[cells]  # a view of a range, otherwise a copy
-        columns = stored.columns(block)
+        # torch copies rows of unsigned and 8-bit numbers at an index only as bytes
+        matrix = self.flat.view(torch.uint8)
         for key, value in values.items():
-            columns[stored.places[key]].copy_(value.detach())
-        if isinstance(cells, torch.Tensor):
-            self.flat.index_copy_(0, cells, block)
+            leaf = stored.leaves[stored.places[key]]
+            if not value.numel():
+                continue
+            value = value.detach().to(matrix.device, leaf.dtype)
+            plain = value.resolve_conj().resolve_neg().contiguous()
+            data = plain.view(len(plain), -1).view(torch.uint8)
+            column = matrix.narrow(1, stored.offsets[key], leaf.nbytes)
+            if isinstance(cells, torch.Tensor):
+                column.index_copy_(0, cells, data)
+            else:
+                column[cells] = data
 
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of all rows in the given time steps,
