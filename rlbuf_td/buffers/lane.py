@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.buffers import writing
 from rlbuf_td.envs.transition import GymnasiumStep
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.writes import TakenLane
@@ -66,9 +67,11 @@ class Lane:
         if self.number >= lanes:
             raise IndexError(f"lane {lane} is out of range: lanes are 0 to {lanes - 1}")
 
-    def add(self, data: TensorDictBase) -> int | None:
+    def add(self, data: TensorDictBase, *columns: object) -> int | None:
         """Write one transition, ``[]``; return its time step, or None if a transform
-        holds it back. Errors: those of :meth:`~rlbuf_td.ReplayBuffer.extend`."""
+        holds it back. Errors: those of :meth:`~rlbuf_td.ReplayBuffer.add`."""
+        if columns:
+            writing.refuse_columns(data, *columns)
         index = self.extend(data.unsqueeze(0))
         return int(index[0, 0]) if len(index) else None
 

@@ -201,10 +201,13 @@ def _draws(sampler: Sampler) -> bool:
     return next(methods) == "draw"
 
 
-def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
+def refuse_writer(
+    writer: Writer, storage: PackedStorage, buffer: object = None
+) -> None:
     """Raise a ValueError if the storage, or the sampler of a buffer over it, needs time
     order and the writer keeps none, or a NotImplementedError if the writer counts the
-    writes to each position."""
+    writes to each position. If a ``buffer`` is given, the writer replaces its
+    writer."""
     if loses_order(writer) and storage.dedup_options:
         reason = "share_next and frames store observations in time order"
         raise ValueError(
@@ -213,9 +216,9 @@ def refuse_writer(writer: Writer, storage: PackedStorage) -> None:
     if writer.tracks_generations:
         raise NotImplementedError(NO_GENERATIONS)
     if isinstance(writer, ReservoirWriter):
-        writer.refuse_others(storage)
-    for buffer in listeners_of(storage):
-        refuse_unordered(getattr(buffer, "_sampler", None), storage, writer)
+        writer.refuse_others(storage, buffer)
+    for listener in listeners_of(storage):
+        refuse_unordered(getattr(listener, "_sampler", None), storage, writer)
 
 
 def refuse_writer_of_reopened(writer: Writer) -> None:

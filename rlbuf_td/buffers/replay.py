@@ -1327,14 +1327,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         transforms = torchrl_parts.modules_of(parts.transforms)
         # whether the data seems to have the entries of the rows, which the write checks
         fits_rows = False
-        may_have_errors = update_priority and parts.prioritized is not None
+        has_no_errors = False
         if type(data) is TensorDict and storage.rows is not None and not transforms:
             # otherwise, entries may have to be removed, added or refused
             layout, keys = storage.rows.layout, plain_entries(data).keys()
             names = layout.names.keys()
             fits_rows = keys == names or (keys <= names <= keys | parts.added_names)
-            if fits_rows and may_have_errors:
-                may_have_errors = self.priority_key in layout.all_keys
+            has_no_errors = fits_rows and self.priority_key not in layout.all_keys
         if not fits_rows:
             data = writing.without_report(data)
         if write.lanes is not None:
@@ -1355,6 +1354,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         with storage.lock:
             # under the lock: another thread may have replaced a part
             parts = self.parts
+            storage = parts.storage
             td_error = None
             is_direct = parts.writes_directly and self._dim_extend < storage.ndim
             if time_dim and (not is_direct or data.ndim <= time_dim):
@@ -1365,7 +1365,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             if data is not write.data or time_dim:
                 write = write._replace(data=data, lanes_first=time_dim == 1)
             prioritized = parts.prioritized
-            if may_have_errors and prioritized is not None:
+            if update_priority and not has_no_errors and prioritized is not None:
                 td_error = self._errors_in(write, time_dim, prioritized.reduction)
             if is_direct:
                 index = parts.write(write)
@@ -2284,7 +2284,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         after the newest row."""
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
-        refuse_writer(writer, self.storage)
+        refuse_writer(writer, self.storage, self)
         old = type(self.writer).__name__
         had_no_order = torchrl_parts.loses_order(self.writer) and len(self) > 0
         if had_no_order and not torchrl_parts.loses_order(writer):
@@ -2294,9 +2294,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             )
         refuse_ahead(self, self.sampler, writer)
         with self._replay_lock, defer_sigint:
-            # refuses before the old writer is replaced
-            writer.register_storage(self._storage)
-            previous = super().set_writer(writer)
+            previous, self._writer = self._writer, writer
+            try:
+                writer.register_storage(self._storage)
+            except BaseException:
+                self._writer = previous
+                raise
+            super().set_writer(writer)
             self._connect()
             return previous
 

@@ -415,8 +415,8 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, part: Any, make: Any, **settings: Any) -> Any:
-    """Return ``given``, or ``make(**settings)`` if it is None; refuse settings that
-    come with ``given``."""
+    """Return ``part``, or ``make(**settings)`` if it is None; refuse settings that
+    come with ``part``."""
     settings = {
         setting: value for setting, value in settings.items() if value is not None
     }

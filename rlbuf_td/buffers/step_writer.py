@@ -137,7 +137,9 @@ class StepWriter:
     def _write_rows(self, buffer: ReplayBuffer, lanes: np.ndarray | None) -> None:
         """Write the step as a TensorDict."""
         rows = self._rows_for(buffer)
-        if lanes is not None:
+        if lanes is not None and len(lanes) != buffer._storage.shape[1:].numel():
+            buffer.add(rows)  # raises the error
+        elif lanes is not None:
             some = cast("TensorDict", rows[torch.from_numpy(lanes)])
             buffer.extend(some, lanes=lanes.nonzero()[0])
         elif self.lane is not None:

@@ -124,11 +124,13 @@ class ReservoirWriter(PackedWriter, Recovers):
         super().register_storage(storage)
         self._match_storage()
 
-    def refuse_others(self, storage: Storage) -> None:
-        """Raise a ValueError if another buffer over the storage has a
+    def refuse_others(self, storage: Storage, buffer: object = None) -> None:
+        """Raise a ValueError if another buffer over the storage than ``buffer`` has a
         :class:`ReservoirWriter` of its own."""
-        for buffer in torchrl_parts.listeners_of(storage):
-            other = getattr(buffer, "_writer", None)
+        for listener in torchrl_parts.listeners_of(storage):
+            if listener is buffer:
+                continue
+            other = getattr(listener, "_writer", None)
             if isinstance(other, ReservoirWriter) and other is not self:
                 raise ValueError(
                     "another ReservoirWriter counts the rows of this storage, and one count makes them equally likely: "
@@ -170,7 +172,7 @@ class ReservoirWriter(PackedWriter, Recovers):
     def _skip(
         self, steps: int, log_threshold: float, step: int
     ) -> tuple[float, int, int]:
-        """Return a new ``log_threshold``, the next time step to store after ``at``, and
+        """Return a new ``log_threshold``, the next time step to store after ``step``, and
         a random storage position."""
         # Each time step gets a uniform random number; the smallest are stored; the
         # largest of these is the threshold.

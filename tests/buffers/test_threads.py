@@ -231,3 +231,26 @@ def test_a_thread_that_cannot_sample_does_not_keep_the_lock():
     thread.join(180)
     assert len(rb) == 5
     assert np.isin(rb.sample()["x"].numpy(), np.arange(5)).all()
+
+
+def test_td_errors_go_to_the_storage_that_gets_their_rows():
+    """Another thread replaces the storage while a write waits for the lock."""
+
+    def data(count: int) -> TensorDict:
+        number = torch.arange(1.0, count + 1)
+        return TensorDict({"x": number, "td_error": number}, [count])
+
+    old, new = PackedStorage(8), PackedStorage(8)
+    rb = ReplayBuffer(storage=old, sampler=ProportionalSampler(8), batch_size=2)
+    rb.extend(data(2))
+    rb.empty()
+    indices: list[Any] = []
+    thread = threading.Thread(target=lambda: indices.append(rb.extend(data(3))))
+    with old.lock:
+        thread.start()
+        time.sleep(0.5)
+        rb.set_storage(new)
+    thread.join()
+    assert indices[0].tolist() == [0, 1, 2]
+    assert len(new) == 3
+    assert rb.sampler.priority(torch.arange(3)).tolist() == [1.0, 2.0, 3.0]

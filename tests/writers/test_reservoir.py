@@ -173,9 +173,13 @@ def test_two_writers_over_one_storage_must_be_the_same():
     for make in (ReplayBuffer, TensorDictReplayBuffer):
         with pytest.raises(ValueError, match=r"writer=rb\.writer"):
             make(storage=storage, writer=ReservoirWriter())
+    first = rb.writer
+    assert rb.set_writer(ReservoirWriter()) is first
+    other = ReplayBuffer(storage=storage, writer=rb.writer)
+    writer = rb.writer
     with pytest.raises(ValueError, match=r"writer=rb\.writer"):
         rb.set_writer(ReservoirWriter())
-    other = ReplayBuffer(storage=storage, writer=rb.writer)
+    assert rb.writer is writer
     rb.extend(TensorDict({"x": torch.arange(50)}, [50]))
     other.extend(TensorDict({"x": torch.arange(50, 99)}, [49]))
     assert rb.write_count == other.write_count == 99
