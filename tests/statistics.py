@@ -1,5 +1,5 @@
-"""Goodness of fit for samplers: strong enough to fail one that is 2 % off, and how
-often it fails a right one."""
+"""Goodness of fit for samplers: how small a bias a test finds (:func:`power`), and how
+often it fails a right sampler."""
 
 from __future__ import annotations
 

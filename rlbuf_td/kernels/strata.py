@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 #: The segment of the first draw is ``int(FIRST * first uniform number) % batch``. It
-# depends on the last digits of the : number, while the position within the segment
+# depends on the last digits of the number, while the position within the segment
 # depends on the leading digits.
 FIRST = 2.0**48
 #: Codes of ``weight_norm`` in compiled loops: the buffer's or the batch's largest

@@ -196,7 +196,7 @@ class ProportionalSampler(Prioritized):
 
     Warns:
         RuntimeWarning: (once, when sampling with ``weight_norm="buffer"``) the mean
-            weight has stayed below 0.1 for a thousand batches.
+            weight of every 100th of a thousand batches was below 0.1.
 
     Cost: O(B log N) to draw and to update; O(N) to change alpha; 10 bytes per row. On a
     GPU: O(N) to draw, which scans all weights, O(B log B) to update, and 8 bytes per

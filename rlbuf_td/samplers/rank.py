@@ -128,7 +128,7 @@ class RankSampler(Prioritized):
     TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new
     row gets the largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
 
-    Raises: the errors of :class:`ProportionalSampler`. Rows with a TD error of 0 can be
+    Raises, warns: as :class:`ProportionalSampler`. Rows with a TD error of 0 can be
     drawn, too.
 
     Cost: O(B log N + N / 96) to draw; O(B (128 + log N)) to update, plus O(N) at most

@@ -12,10 +12,11 @@ from rlbuf_td.kernels.host_memory import in_dispatch_mode
 EVERY, IN_A_ROW = 100, 10  # of 1,000 batches, every 100th one is looked at
 LEAST_MEAN = 0.1
 REMEDY = (
-    f"the importance weights of the last {EVERY * IN_A_ROW:,} batches have a mean below "
-    f"{LEAST_MEAN}: a row with a tiny TD error has the largest weight of the buffer, by "
-    'which all weights are divided, so that losses and gradients are small. Pass weight_norm="batch" '
-    "to the sampler, which divides by the largest weight of the batch"
+    f"the importance weights of every {EVERY}th of the last {EVERY * IN_A_ROW:,} batches "
+    f"have a mean below {LEAST_MEAN}: the least probable row has the largest weight of the "
+    "buffer, by which all are divided, so that losses and gradients are small (with a "
+    "ProportionalSampler, one tiny TD error suffices). Pass "
+    'weight_norm="batch" to the sampler, which divides by the largest weight of the batch'
 )
 
 

@@ -51,7 +51,10 @@ def test_the_figures_are_at_most_30_days_older_than_the_kernels(published):
         pytest.skip("needs the history of the repository")
     if git("rev-parse", "--is-shallow-repository").strip() == "true":
         pytest.skip("needs the whole history of the repository")
-    changed = git("log", "-1", "--format=%cs", "--", "rlbuf_td/kernels").strip()
+    # the author's date, which a rebase does not renew
+    changed = git("log", "-1", "--format=%as", "--", "rlbuf_td/kernels").strip()
+    if not changed:
+        pytest.skip("needs the history of the kernels")
     measured = date.fromisoformat(published.circumstances["date"])
     assert date.fromisoformat(changed) - measured <= AGE, f"measure again: {COMMAND}"
 

@@ -137,7 +137,8 @@ def test_whole_loops_on_a_device_run():
     sides = device_loops.NOTHING, "rlbuf_td", "a tensor per key"
     for case in device_loops.CASES:
         assert {(case.words, side) for side in sides} <= {*timed}
-    assert (device_loops.FAST_TD3.words, "TorchRL") in timed
+    for case in device_loops.CASES[:2]:  # TorchRL may have no prioritized one there
+        assert (case.words, "TorchRL") in timed
 
 
 def test_uniform_calls_on_a_device_take_few_operations():

@@ -92,7 +92,7 @@ def kill_in_turn(rb: ShardedReplayBuffer, stop: threading.Event, every: float) -
         place = (place + 1) % len(rb.links.handles)
         with suppress(ray.exceptions.RayError):  # of a shard that restarts
             call = rb.links.handles[place].process.remote()
-            os.kill(ray.get(call, timeout=0.5), signal.SIGKILL)
+            os.kill(ray.get(call, timeout=5.0), signal.SIGKILL)
             kills += 1
     return kills
 
@@ -474,8 +474,10 @@ def test_killed_shards_give_no_wrong_batch(tmp_path):
         stop = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             kills = pool.submit(kill_in_turn, rb, stop, 3.0)
-            batches = learn(rb, 20.0)
-            stop.set()
+            try:
+                batches = learn(rb, 20.0)
+            finally:
+                stop.set()  # otherwise, the pool waits for ever
         assert batches > 0
         assert kills.result() > 1
         assert min(ray.get(written, timeout=120)) > 0

@@ -10,10 +10,10 @@ _ADDRESSES = (
     *("write_entries", "enter"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for
-# none). ``sources`` points to the : addresses of the data's leaves, ``head`` to the
-# block of a ring, see :mod:`rlbuf_td.kernels.serials`, ``episodes`` to : an ``EPISODES``
+# none). ``sources`` points to the addresses of the data's leaves, ``head`` to the
+# block of a ring, see :mod:`rlbuf_td.kernels.serials`, ``episodes`` to an ``EPISODES``
 # record, and ``entries`` to a :class:`rlbuf_td.kernels.rows.entries.Stored`. The last
-# two point to : functions in ``write_cpu``: one stores deduplicated observations, one
+# two point to functions in ``write_cpu``: one stores deduplicated observations, one
 # sets the priorities of new rows.
 WRITE_RECORD = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES])
 #: For batches of ``count`` rows: the same shape, and addresses. ``serials`` points to
@@ -23,10 +23,10 @@ BATCH = np.dtype([
 ])  # fmt: skip
 
 #: For updates of priorities: the shape of the rows, as above, and addresses. ``table``
-# points to ``SumTree.addresses`` : or ``ChunkedOrder.addresses``; updates can raise the
-# number at ``largest``; new rows get it, or ``first`` if it is : negative. Magnitudes
+# points to ``SumTree.addresses`` or ``ChunkedOrder.addresses``; updates can raise the
+# number at ``largest``; new rows get it, or ``first`` if it is negative. Magnitudes
 # are ``least`` or larger. A sum tree needs ``eps``, the exponent at ``alpha``, and that
-# of the : stored weights at ``weighed_alpha``.
+# of the stored weights at ``weighed_alpha``.
 UPDATE = np.dtype(
     [
         (name, np.int64)
@@ -44,11 +44,11 @@ UPDATE = np.dtype(
 )
 
 #: For ``count`` windows of ``burn_in + length`` rows; ``shifts`` is 1 if windows may
-# begin earlier, ``across`` if they : go on across the ends of episodes, and
-# ``adds_init`` if the rows then have no flag "is_init". ``bounds`` points to : scratch
+# begin earlier, ``across`` if they go on across the ends of episodes, and
+# ``adds_init`` if the rows then have no flag "is_init". ``bounds`` points to scratch
 # memory, ``[count, 2]`` int64, for the places of the first and the last row of the
-# trajectory in each window, : and ``flags`` to the numbers of targets and the sizes of
-# the flags "is_init", truncated and done, ``[3, 2]`` int64; a : size of 0 means that a
+# trajectory in each window, and ``flags`` to the numbers of targets and the sizes of
+# the flags "is_init", truncated and done, ``[3, 2]`` int64; a size of 0 means that a
 # flag is not stored. ``weight`` points to the weights of the anchors, float32, if it is
 # not 0. : The other fields are numbers of targets.
 WINDOWS = np.dtype([
@@ -63,7 +63,7 @@ WINDOWS = np.dtype([
 # sums.
 ROOT, NEXT, REWARD = range(3)
 #: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row,
-# for the number of steps of each : transition and for its last row.
+# for the number of steps of each transition and for its last row.
 STEPS = np.dtype(
     [("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)]
 )

@@ -49,8 +49,8 @@ BACK_OF_NEXT, ID = range(2)  # the rows of `following`
 
 _COLUMNS = "rows", "row_bytes", "flags", "flag_count", "id_offset", "id_size"
 #: For the loops: addresses of ``numbers``, ``tail``, ``written``, ``following`` and
-# ``following_after``, T and E; : and where the rows hold what ends an episode: ``flags``
-# is the address of the offset and the size in bytes of : ``flag_count`` flags in a row,
+# ``following_after``, T and E; and where the rows hold what ends an episode: ``flags``
+# is the address of the offset and the size in bytes of ``flag_count`` flags in a row,
 # ``[n, 2]`` int64; ids begin at ``id_offset`` and have ``id_size`` bytes (0: no ids).
 EPISODES = np.dtype(
     [

@@ -225,12 +225,16 @@ class SortedOrder:
 # The memory of a ChunkedOrder: all keys in ascending order, in a list of chunks. A key
 # combines the magnitude and the row. A *chunk* c holds n <= WIDTH keys: keys[c, :n].
 # The *list* has a position p for each chunk in use:
-#     position p     0         1             2
-#     first[p] 0 30 70 lower bound of the chunk's keys, above all earlier keys chunk[p]
-#     0 2 1 the chunk's number: chunks are numbered by first use size[p] 2 4 2 its
-#     number of keys
-#     before[p] 0 2 6 the number of keys in earlier chunks, counted by look-ups keys 10
-#     20 30 40 50 60 70 80
+#
+#     position p     0       1             2
+#     first[p]       0       30            70      lower bound of the chunk's keys,
+#                                                  above all earlier keys
+#     chunk[p]       0       2             1       its number, by first use
+#     size[p]        2       4             2       its number of keys
+#     before[p]      0       2             6       keys in earlier chunks, counted by
+#                                                  look-ups
+#     keys           10 20   30 40 50 60   70 80
+#
 # A full chunk is split; chunks are never merged. When no unused chunk is left, all keys
 # move to chunks that are three quarters full. This takes O(N), and happens at most once
 # per N / 6 changed rows.
