@@ -617,6 +617,8 @@ class SequenceSampler(SamplerWrapper):
         """
         lanes = storage.shape[1:].numel() if storage.ndim > 1 else 1
         cells = len(storage)
+        if not cells:
+            return None
         step = (rows[:, 1:] - rows[:, :-1]) % cells
         if backend_of(rows) == "numba" and not bool(
             ((step == 0) | (step == lanes % cells)).all()

@@ -331,6 +331,18 @@ def test_priorities_are_those_of_the_torch_form_for_errors_of_any_kind(lanes, op
     assert len(expected.unique()) > 10
 
 
+def test_priorities_of_windows_of_an_empty_storage_are_refused_or_skipped():
+    rb = of_steps(ReplayBuffer, 1, ProportionalSampler(STEPS))
+    rb.empty()
+    index = torch.arange(rb.sampler.window)
+    ones = torch.ones(len(index))
+    rb.sampler.update_priority(
+        index.new_full(index.shape, -1), ones, storage=rb.storage
+    )
+    with pytest.raises(IndexError, match="0 rows"):
+        rb.sampler.update_priority(index, ones, storage=rb.storage)
+
+
 def test_states_are_written_back_from_windows():
     rb = of_steps(
         ReplayBuffer,
