@@ -525,12 +525,14 @@ class Episodes:
             serial = np.arange(ring.tail[lane], ring.written[lane])
             if not len(serial):
                 continue
-            back, left = (
+            back, rows_to_end = (
                 self.numbers[lane].cpu().numpy()[serial % ring.steps].T.astype(np.int64)
             )
             steps, begins = back & STEPS, (back & STEPS) == 0
-            last = np.where(left > 0, serial + left - 1, ring.written[lane] - 1)
-            following = 0 if left[-1] else min(steps[-1] + 1, MOST)
+            last = np.where(
+                rows_to_end > 0, serial + rows_to_end - 1, ring.written[lane] - 1
+            )
+            next_back = 0 if rows_to_end[-1] else min(steps[-1] + 1, MOST)
             for holds, what in (
                 (
                     begins[1:] | (np.diff(steps) == 1) | (steps[1:] == MOST),
@@ -544,17 +546,17 @@ class Episodes:
                     "a row has another last row",
                 ),
                 (
-                    np.diff((left == 0).astype(np.int8)) >= 0,
+                    np.diff((rows_to_end == 0).astype(np.int8)) >= 0,
                     "an episode goes on that is not the newest",
                 ),
                 (
-                    int(self.following[BACK_OF_NEXT, lane]) in (-1, following),
+                    int(self.following[BACK_OF_NEXT, lane]) in (-1, next_back),
                     "the next row continues another episode",
                 ),
             ):
                 if not np.all(holds):
                     raise AssertionError(
-                        f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}"
+                        f"lane {lane}: {what}: {back.tolist()}, {rows_to_end.tolist()}"
                     )
 
 

@@ -92,8 +92,8 @@ BREAKS = [
     Break(
         "a kernel ends an episode one row early",
         "kernels/episodes/triton.py",
-        "left = closing + ago + position + 1",
-        "left = closing + ago + position",
+        "rows_to_end = closing + ago + position + 1",
+        "rows_to_end = closing + ago + position",
         "tests/kernels/test_triton.py -k noted",
     ),
     Break(

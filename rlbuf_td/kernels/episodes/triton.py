@@ -104,10 +104,10 @@ def _note(
         since = tl.minimum(
             tl.where(begin < 0, back + position, position - begin), _MOST
         )
-        left = tl.where(end < _NEVER, end - position + 1, 0)
+        rows_to_end = tl.where(end < _NEVER, end - position + 1, 0)
         is_break = (position == 0) & (back < 0)
         tl.store(numbers + 2 * slot, tl.where(is_break, _BREAK, since), mask=is_row)
-        tl.store(numbers + 2 * slot + 1, left, mask=is_row)
+        tl.store(numbers + 2 * slot + 1, rows_to_end, mask=is_row)
 
         # the rows before, of the episode that ends here
         begins_anew = tl.max(tl.where(position == 0, begins.to(tl.int32), 0), 0) > 0
@@ -117,8 +117,8 @@ def _note(
         for ago in range(1, stored + 1, ROWS):
             slot_before = (start - ago - position) % steps
             is_before = ago + position <= stored
-            left = closing + ago + position + 1
-            tl.store(numbers + 2 * slot_before + 1, left, mask=is_before)
+            rows_to_end = closing + ago + position + 1
+            tl.store(numbers + 2 * slot_before + 1, rows_to_end, mask=is_before)
         tl.debug_barrier()  # other threads may write to these rows next
 
         is_newest = serial == tl.minimum(start + ROWS, written) - 1

@@ -119,7 +119,7 @@ def _reward_at(rewards, cell):
 
 
 @inlined
-def following(numbers, cell):
+def next_row(numbers, cell):
     """Return the row one time step after row ``cell``, in the ring of its lane."""
     cell = cell + numbers.lanes
     cells = numbers.steps * numbers.lanes
@@ -144,7 +144,7 @@ def put_sum(target, rewards, numbers, cell, count, gamma):
     total = 0.0 + _reward_at(rewards, cell)
     discount = 1.0
     for _ in range(1, count):
-        cell = following(numbers, cell)
+        cell = next_row(numbers, cell)
         discount *= gamma
         total += discount * _reward_at(rewards, cell)
     if rewards.is_double:
@@ -176,7 +176,7 @@ def n_step(episodes, address, flat, targets, steps, live):
             store(taken + 8 * begun, length, np.int64)
             for _ in range(length):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
-                cell = following(numbers, cell)
+                cell = next_row(numbers, cell)
         i = begun - _AHEAD
         if i < 0:
             continue

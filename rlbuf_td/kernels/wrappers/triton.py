@@ -40,15 +40,15 @@ _LEAST_EXPONENT = tl.constexpr(-1e-8)
 
 @triton.jit
 def _numbers_of(numbers, cell, is_row, tail, written, steps, lanes):
-    """Return the slot and the lane of each row, ``back`` and ``left``, and how many
-    stored rows of its lane are before and after it."""
+    """Return the slot and the lane of each row, ``back`` and ``rows_to_end``, and how
+    many stored rows of its lane are before and after it."""
     slot, lane = cell // lanes, cell % lanes
     place = numbers + 2 * (lane * steps + slot)
     back = tl.load(place, mask=is_row, other=0).to(tl.int64) & _STEPS
-    left = tl.load(place + 1, mask=is_row, other=0).to(tl.int64)
+    rows_to_end = tl.load(place + 1, mask=is_row, other=0).to(tl.int64)
     age = (written - 1 - slot) % steps
     age = tl.where(age < 0, age + steps, age)
-    return slot, lane, back, left, written - 1 - tail - age, age
+    return slot, lane, back, rows_to_end, written - 1 - tail - age, age
 
 
 @triton.jit
@@ -83,10 +83,10 @@ def _sum(
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = i < count
     cell = tl.load(cells + i, mask=is_row, other=0)
-    slot, lane, _, left, _, after = _numbers_of(
+    slot, lane, _, rows_to_end, _, after = _numbers_of(
         numbers, cell, is_row, tail, written, steps, lanes
     )
-    last = tl.minimum(tl.where(left > 0, left - 1, after), n - 1)
+    last = tl.minimum(tl.where(rows_to_end > 0, rows_to_end - 1, after), n - 1)
     element = tl.program_id(1)
     is_summed = is_row & (element < elements)
     total, power = tl.zeros((ROWS,), tl.float64), tl.zeros((), tl.float64) + 1.0
@@ -158,12 +158,12 @@ def _expand(
     window, is_row = burn_in + length, row < count
     place = row % window
     anchor = tl.load(anchors + row // window, mask=is_row, other=0)
-    slot, lane, back, left, before, after = _numbers_of(
+    slot, lane, back, rows_to_end, before, after = _numbers_of(
         numbers, anchor, is_row, tail, written, steps, lanes
     )
     if not CROSSES:
         before = tl.minimum(back, before)
-        after = tl.where(left > 0, left - 1, after)
+        after = tl.where(rows_to_end > 0, rows_to_end - 1, after)
     wanted = place - burn_in
     if SHIFTS:
         wanted -= tl.minimum(tl.maximum(length - 1 - after, 0), before)
@@ -299,15 +299,15 @@ def _relabel(
         number = tl.load(owner + i, mask=is_row, other=0)
     cell = tl.load(drawn + number, mask=is_row, other=0)
     uniform = uniform_number(seed, first + number)
-    slot, lane, back, left, before, after = _numbers_of(
+    slot, lane, back, rows_to_end, before, after = _numbers_of(
         numbers, cell, is_row, tail, written, steps, lanes
     )
     back = tl.minimum(back, before)
-    ahead = tl.where(left > 0, left - 1, after)
+    ahead = tl.where(rows_to_end > 0, rows_to_end - 1, after)
     is_random = uniform >= episode
     is_new = is_row & (uniform < random)
     if ONLY_FINISHED:
-        is_new = is_new & ((left > 0) | is_random)
+        is_new = is_new & ((rows_to_end > 0) | is_random)
     there = _steps_to_goal(uniform, back, ahead, future, final, episode, log_gamma)
     chosen = _cell_after(slot, lane, there, steps, lanes)
     any_row = (_share(uniform, episode, random) * live).to(tl.int64)
