@@ -19,7 +19,7 @@ from rlbuf_td.kernels.dispatch import (
     loop,
     record_of,
 )
-from rlbuf_td.kernels.wrappers import Windows, expand, launch_expand
+from rlbuf_td.kernels.wrappers import Windows, expand
 from rlbuf_td.kernels.wrappers.records import Expanded, WindowShape
 from rlbuf_td.samplers.common import EMPTY, permutation, setting
 from rlbuf_td.samplers.priorities import Update
@@ -507,8 +507,10 @@ class SequenceSampler(SamplerWrapper):
         serials = ring.for_kernels()
         is_paired = ndim == 2
         if serials is not None and ndim <= 2 and storage.all_rows().is_launched:
+            from rlbuf_td.kernels.wrappers import triton
+
             numbers = episodes.numbers
-            return launch_expand(anchors, numbers, serials, shape, has_pairs=is_paired)
+            return triton.expand(anchors, numbers, serials, shape, has_pairs=is_paired)
         reach = self._reach(storage, anchors)
         rows = expand(anchors, reach, ring.steps, ring.lanes, shape)
         if crosses:

@@ -466,20 +466,17 @@ class Episodes:
         ``cells`` is contiguous int64."""
         if not self.address:
             return spans(self.numbers, cells, *self.ring.ends_at(cells))
-        count, integer, flag = len(cells), torch.int64, torch.bool
-        stored_spans = Spans(
-            *(
-                torch.empty(count, dtype=dtype, device="cpu")
-                for dtype in (integer, integer, flag, flag)
-            )
-        )
+        back, ahead = torch.empty_like(cells), torch.empty_like(cells)
+        ended = torch.empty(len(cells), dtype=torch.bool, device="cpu")
         loop("episodes.cpu", "reach")(
             self.address,
             cells.data_ptr(),
-            count,
-            *(numbers.data_ptr() for numbers in stored_spans),
+            len(cells),
+            back.data_ptr(),
+            ahead.data_ptr(),
+            ended.data_ptr(),
         )
-        return stored_spans
+        return Spans(back, ahead, ended)
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
         """Return the first cell and the length of each episode whose rows are all

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import uses_triton
-from rlbuf_td.kernels.draws import launch_stamps
 from rlbuf_td.kernels.host_memory import address_of, to_device
 from rlbuf_td.kernels.serials import (
     AFTER,
@@ -371,7 +370,9 @@ class Ring:
         is_now = before is None or np.array_equal(before, self.written)  # usual
         serials = self.for_kernels() if is_now and uses_triton(cell.device) else None
         if serials is not None:
-            return launch_stamps(cell, serials)
+            from rlbuf_td.kernels.draws.triton import stamps_of
+
+            return stamps_of(cell, serials)
         newest = (
             self.ends_at(cell)[1]
             if is_now

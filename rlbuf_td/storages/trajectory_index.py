@@ -88,7 +88,7 @@ class TrajectoryIndex:
             episodes = self._episodes()
             flat = flat_rows(index, self.storage, self.storage.device)
             refuse_unwritten(flat, self.storage)
-            return episodes.spans(flat)[:3]
+            return episodes.spans(flat)
 
     def steps_back(self, index: object) -> torch.Tensor:
         """Return the number of stored rows before each row in its trajectory, ``[B]``

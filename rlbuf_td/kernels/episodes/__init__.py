@@ -75,7 +75,6 @@ class Spans(NamedTuple):
     back: Tensor  # int64
     ahead: Tensor  # int64
     ended: Tensor  # bool
-    whole: Tensor  # bool: whether the first row of the episode is stored
 
 
 class Lanes(NamedTuple):
@@ -120,14 +119,9 @@ def spans(
     before = written - 1 - tail - ago  # stored rows of the lane before this one
     rows = slot + cells % lanes * steps if lanes > 1 else slot
     back, rows_to_end = numbers.flatten(0, 1)[rows].long().unbind(-1)
-    back = back & STEPS
     ended = rows_to_end > 0
-    return Spans(
-        back.minimum(before),
-        torch.where(ended, rows_to_end - 1, ago),
-        ended,
-        back <= before,
-    )
+    ahead = torch.where(ended, rows_to_end - 1, ago)
+    return Spans((back & STEPS).minimum(before), ahead, ended)
 
 
 def lanes_of_write(numbers: Tensor, following: Tensor, serials: Tensor) -> Lanes:

@@ -119,7 +119,7 @@ def has_ended(numbers, lane, slot):
 
 
 @kernel
-def reach(address, cells, count, back, ahead, ended, whole):
+def reach(address, cells, count, back, ahead, ended):
     """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses,
     but the count of the cells."""
     numbers = numbers_at(address)
@@ -130,12 +130,9 @@ def reach(address, cells, count, back, ahead, ended, whole):
         if i + _SOON < count:
             expect(numbers, cell[i + _SOON])
         slot, lane = split(cell[i], numbers.lanes)
-        since = steps_since(numbers, lane, slot)
-        before = rows_before(numbers, lane, slot)
-        store(back + 8 * i, min(since, before), np.int64)
+        store(back + 8 * i, steps_back(numbers, lane, slot), np.int64)
         store(ahead + 8 * i, steps_ahead(numbers, lane, slot), np.int64)
         store(ended + i, has_ended(numbers, lane, slot), np.bool_)
-        store(whole + i, since <= before, np.bool_)
 
 
 @kernel
