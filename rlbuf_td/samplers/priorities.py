@@ -437,7 +437,7 @@ class Priorities:
             is_of_windows = stamp.shape != td_error.shape
             if is_of_windows or has_holes or not is_read:
                 flat = flat_rows(index, storage, self.device)
-                index, stale = storage.skip_stale(flat, stamp)
+                index, stale = storage.ring.skip_stale(flat, stamp)
                 stamp = None
         if has_holes:
             storage.refuse_holes(index)

@@ -24,11 +24,15 @@ from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 
 from rlbuf_td.kernels.dispatch import (
     OFF,
-    backend_of,
     import_kernels,
     untraced,
 )
-from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
+from rlbuf_td.kernels.host_memory import (
+    address_of,
+    advise_huge_pages,
+    alias_of,
+    in_dispatch_mode,
+)
 from rlbuf_td.kernels.serials import (
     EPISODES_STALE,
     REVISION,
@@ -64,7 +68,7 @@ from rlbuf_td.storages.memory import (
 )
 from rlbuf_td.storages.memory_budget import SHARED, require_room
 from rlbuf_td.storages.processes import SharedRows, shape_in_folder, watch_forks
-from rlbuf_td.storages.ring import Ring, refuse_stamps
+from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
 from rlbuf_td.storages.rows import PlainRows, Rows, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
@@ -579,33 +583,6 @@ class PackedStorage(LazyTensorStorage):
         shape = index.shape[: index.ndim - (self.ndim > 1)]
         return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
 
-    def skip_stale(
-        self, flat: torch.Tensor, stamp: torch.Tensor
-    ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got
-        its stamp, and their number.
-
-        ``stamp`` is the entry ``"sampled_at"`` of the rows' batch. Of windows, it has
-        the stamps of all their rows, and ``flat`` the anchors.
-        """
-        refuse_stamps(stamp, flat.shape[0])
-        ring, stamp = self.ring, stamp.to(self.device, torch.int64)
-        step = flat if ring.lanes == 1 else flat // ring.lanes
-        # those of the first rows tell those of the anchors: a window lies in one lane
-        if stamp.shape != flat.shape:
-            first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]
-            stamp = first + (step - first) % ring.steps
-        stale = ring.is_stale(flat, stamp) & (flat >= 0)
-        # other stamps, and an index out of range, are errors that the caller raises
-        if flat.is_cpu:
-            stale &= (ring.is_live(flat) | (stamp % ring.steps == step)) & (
-                flat < self.all_rows().cells
-            )
-        count = stale.sum()
-        return flat.masked_fill(stale, -1), int(count) if backend_of(
-            flat
-        ) == "numba" else count
-
     @property
     def layout(self) -> RowLayout | None:
         """The layout of a row; ``None`` until rows are allocated."""
@@ -723,6 +700,25 @@ class PackedStorage(LazyTensorStorage):
         """
         self.refuse_holes(flat)
         return self.written_rows().at_cells(flat)
+
+    def refuse_unwritten(self, flat: torch.Tensor) -> None:
+        """Raise an IndexError if a flat index names no written row; indices on a device
+        are not checked."""
+        if not flat.is_cpu or not flat.numel():
+            return
+        address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
+        low, high = map(int, flat.aminmax())
+        rows = len(self)
+        if low < 0 or high >= rows:
+            written = (
+                f"rows 0 to {rows - 1} have been written"
+                if rows
+                else "no rows have been written"
+            )
+            raise IndexError(
+                f"row {low if low < 0 else high} is out of range: {written}"
+            )
+        self.refuse_holes(flat)
 
     def refuse_holes(self, flat: torch.Tensor) -> None:
         """Raise an IndexError if a flat index names a row that its lane has not written
@@ -1029,14 +1025,9 @@ class PackedStorage(LazyTensorStorage):
                         leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None]
                         for leaf in leaves
                     ]
-                numbers = cells.reshape(-1).cpu().numpy()
-                outside = numbers[(numbers < 0) | (numbers >= rows.cells)]
-                if len(outside):
-                    raise IndexError(
-                        f"row {outside[0]} is out of range: rows 0 to {rows.cells - 1} have been written"
-                    )
-                self.refuse_holes(cells.reshape(-1))
-                numbers, leaves = last_of_each(numbers, leaves)
+                flat = cells.reshape(-1).cpu()
+                self.refuse_unwritten(flat)
+                numbers, leaves = last_of_each(flat.numpy(), leaves)
                 cells = torch.from_numpy(numbers).to(cells.device)
             self.enter()
             episodes = self.episodes

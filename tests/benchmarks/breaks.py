@@ -335,7 +335,7 @@ BREAKS = [
     Break(
         "write_back changes rows that were replaced",
         "buffers/replay.py",
-        "flat = storage.skip_stale(flat, stamp)[0]",
+        "flat = storage.ring.skip_stale(flat, stamp)[0]",
         "flat = flat.clone()",
         "tests/storages/test_editing.py -k still_there",
     ),
