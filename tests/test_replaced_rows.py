@@ -35,7 +35,6 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.envs.recorder import TrajectoryNumbers
-from rlbuf_td.storages.indexing import attached_or_new
 
 ROWS = 8
 IDS = ("collector", "traj_ids")
@@ -329,7 +328,7 @@ def test_all_that_follows_the_rows_takes_other_rows_as_new(
 def test_episodes_end_for_recorders_and_statistics_after_loads_alone(
     cause: str, world: World
 ) -> None:
-    numbers = attached_or_new(world.storage, TrajectoryNumbers)
+    numbers = TrajectoryNumbers.of(world.storage)
     rb: Any = ReplayBuffer(storage=world.storage, stats=EpisodeStats())
     rb.extend(rows(300, 1))  # an episode begins
     CAUSES[cause].call(world)

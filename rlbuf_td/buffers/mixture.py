@@ -903,7 +903,7 @@ def refuse_update(member: ReplayBuffer, update: Update) -> None:
     flat = flat_rows(index, storage, device_of(storage))
     rows = len(storage)
     if stamp is not None:
-        flat, _ = storage.skip_stale(flat, stamp)
+        flat, _ = storage.ring.skip_stale(flat, stamp)
     if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
         refuse_errors(td_error.reshape(-1))
         if not -1 <= int(flat.min()) <= int(flat.max()) < rows:

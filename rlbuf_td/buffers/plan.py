@@ -32,7 +32,7 @@ from rlbuf_td.samplers.reading import WEIGHT, BatchSlot, BatchSlots, Reading, Un
 from rlbuf_td.samplers.row_sampler import draw_from
 from rlbuf_td.samplers.wrapper import SamplerWrapper, reading_of
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import Info, coordinates, merge_, refuse_unwritten
+from rlbuf_td.storages.indexing import Info, coordinates, merge_
 from rlbuf_td.storages.ring import SAMPLED_AT, LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
@@ -217,7 +217,7 @@ class CompiledPlan(Plan):
         else:
             is_filled = self._fill(memory, slot, flat, cells)
         if not is_filled:
-            refuse_unwritten(flat, self.storage)
+            self.storage.refuse_unwritten(flat)
         if self.checks_order:
             self._check_order()
         return slot.batch, slot.report
@@ -235,7 +235,7 @@ class CompiledPlan(Plan):
         flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         cells = live.rows if live.are_cells else self._cells_with(flat)
         if not self._fill(memory, slot, flat, cells):
-            refuse_unwritten(flat, self.storage)
+            self.storage.refuse_unwritten(flat)
         if self.checks_order:
             self._check_order()
         if not report:

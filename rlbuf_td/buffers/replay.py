@@ -103,7 +103,6 @@ from rlbuf_td.storages.checks import (
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     Info,
-    attached_or_new,
     device_of,
     first_of_row,
     flat_rows,
@@ -1604,7 +1603,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         with storage.lock, defer_sigint:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
             stamp = first_of_row(stamp, dims, inner).to(storage.device)
-            flat = storage.skip_stale(flat, stamp)[0]
+            flat = storage.ring.skip_stale(flat, stamp)[0]
             kept = flat >= 0
             if "mask" in reported_by(parts.sampler) and "mask" in batch.keys():
                 kept &= first_of_row(batch.get("mask"), dims, inner).to(kept.device)
@@ -2120,7 +2119,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if vars(self).get("parts") is None:  # `_begin` shares when they are connected
             return
         # before a fork: recorders in all processes use these numbers
-        attached_or_new(self._storage, TrajectoryNumbers)._rows_shared()
+        TrajectoryNumbers.of(self._storage)._rows_shared()
         for part in (self.flow, self.stale_updates, self.returned):
             if part is not None:
                 part.share_memory_()

@@ -25,10 +25,10 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
-from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import SHARED, Room, room_for, show_bytes
 from rlbuf_td.storages.schema import Leaf, show_key
+from rlbuf_td.storages.torchrl_parts import stored_rows
 
 # with any of them, rows mark the ends of trajectories
 _ENDS = "done", "terminated", "truncated", "traj_ids"

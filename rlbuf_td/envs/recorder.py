@@ -27,11 +27,12 @@ from rlbuf_td.envs.specs import (
 from rlbuf_td.envs.step_columns import REWARD, StepColumns, fill_, part_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
+from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Attached, Listener
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
 from rlbuf_td.storages.staged_step import StagedStep
+from rlbuf_td.storages.torchrl_parts import stored_rows
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -145,7 +146,7 @@ class Recorder:
         #: buffer, or a buffer ``[T]``.
         self._lane = target.number if is_lane else None
         self._is_flat = buffer.storage.ndim == 1
-        self._numbers = attached_or_new(buffer.storage, TrajectoryNumbers)
+        self._numbers = TrajectoryNumbers.of(buffer.storage)
         # how many loads there had been at the last reset
         self._loads = self._numbers.loads
 

@@ -48,8 +48,8 @@ def longest_of(head, steps):
 
 
 @inlined
-def begin_write(block, lanes, steps, more):
-    """Implement ``Ring.begin`` for ``more[e]`` new rows of each lane ``e``."""
+def begin_write(block, lanes, steps, new_rows):
+    """Implement ``Ring.begin`` for ``new_rows[e]`` new rows of each lane ``e``."""
     after = AFTER * lanes
     # numba compiles a copy of a slice for two seconds, for its error messages
     for i in range(after):
@@ -57,9 +57,9 @@ def begin_write(block, lanes, steps, more):
     for e in range(lanes):
         tail, written = TAIL * lanes + e, WRITTEN * lanes + e
         block[BEFORE * lanes + e] = block[written]
-        block[after + written] += more[e]
+        block[after + written] += new_rows[e]
         block[after + tail] = max(block[tail], block[after + written] - steps)
-    block[NEXT_ROWS_WRITTEN] = block[ROWS_WRITTEN] + more.sum()
+    block[NEXT_ROWS_WRITTEN] = block[ROWS_WRITTEN] + new_rows.sum()
     block[NEXT_PUBLICATION] = block[PUBLICATION] + 1
     barrier()
     block[DIRTY] = WRITING

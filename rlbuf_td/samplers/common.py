@@ -19,11 +19,11 @@ from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages.checks import State, require_packed, state_of
-from rlbuf_td.storages.indexing import Info, moved, stored_rows
+from rlbuf_td.storages.indexing import Info, moved
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of
+from rlbuf_td.storages.torchrl_parts import keeps_order, listeners_of, stored_rows
 
 EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 NO_PRIORITY = (

@@ -299,7 +299,7 @@ class EpisodeSampler(SamplerWrapper):
     def _pieces(self, storage: PackedStorage, anchors: Tensor) -> _Pieces:
         """Return the episodes of the rows ``anchors``, cut to windows of ``max_length``
         steps that contain the rows."""
-        back, ahead, *_ = self.episodes_of(storage).spans(anchors)
+        back, ahead, _ = self.episodes_of(storage).spans(anchors)
         length = back + ahead + 1
         first = storage.ring.cells_after(anchors, -back)
         if self.max_length is None:

@@ -18,7 +18,6 @@ from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers import (
     STRATEGIES,
     choose_goals,
-    launch_relabel_,
     put_values_,
 )
 from rlbuf_td.kernels.wrappers.records import GoalDistribution, Goals
@@ -231,6 +230,8 @@ class HindsightSampler(SamplerWrapper):
         serials: Serials,
     ) -> TensorDictBase:
         """Return the rows ``flat``, some of which a kernel on a GPU relabels."""
+        from rlbuf_td.kernels.wrappers import triton
+
         rows = storage.all_rows()
         goal_keys = self._goal_keys(storage)
         numbers = self.episodes_of(storage).numbers
@@ -239,8 +240,8 @@ class HindsightSampler(SamplerWrapper):
         offset = rows.layout.offsets[outcome_key]
         leaves = [leaf_of(batch, key) for key in goal_keys]
         goals = Goals(rows.flat, offset, leaves, row_count(storage))
-        how = {"distribution": self.distribution, "generator": self._rng}
-        mask = launch_relabel_(goals, drawn, owner, numbers, serials, **how)
+        how = self.distribution, self._rng
+        mask = triton.relabel_(goals, drawn, owner, numbers, serials, *how)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
         set_entries_(batch, {"relabeled": mask})
         return batch

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
 from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.wrappers import launch_sums, n_step_sums
+from rlbuf_td.kernels.wrappers import n_step_sums
 from rlbuf_td.kernels.wrappers.records import Rewards, Sums
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading, Uncompiled
@@ -221,16 +221,18 @@ class NStepSampler(SamplerWrapper):
         self, flat: Tensor, storage: PackedStorage, numbers: Tensor, serials: Serials
     ) -> TensorDictBase:
         """Return n-step transitions, which kernels on a GPU make."""
+        from rlbuf_td.kernels.wrappers import triton
+
         rows = storage.all_rows()
         leaf = self._reward_of(storage)
         offset = rows.layout.offsets[leaf.key]
         cells = flat.contiguous()
 
-        how = {"n": self.n_steps, "gamma": self.gamma}
+        how = self.n_steps, self.gamma
 
         def sum_rewards(total: Tensor) -> Sums:
             rewards = Rewards(rows.flat, offset, total)
-            return launch_sums(rewards, cells, numbers, serials, **how)
+            return triton.sum_steps(rewards, cells, numbers, serials, *how)
 
         batch, taken = rows.summed_at(cells, leaf.key, sum_rewards)
         agents = _agents_of(self.reward_key, leaf)

@@ -25,7 +25,8 @@ from rlbuf_td.kernels.dispatch import (
 from rlbuf_td.kernels.host_memory import HostTensors, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import Stratification, empty_draws
-from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED, BlockUpdate, Run
+from rlbuf_td.kernels.sum_tree import LARGEST_MAGNITUDE, REFUSED
+from rlbuf_td.kernels.sum_tree.blocks import BlockUpdate, Run
 from rlbuf_td.kernels.wrappers import Windows
 from rlbuf_td.samplers.common import (
     OneStorage,
@@ -151,11 +152,11 @@ class PriorityRule(ABC):
     def launch_update_(
         self, update: BlockUpdate, largest: Tensor, counts: bool
     ) -> Tensor | None:
-        """See :func:`rlbuf_td.kernels.sum_tree.launch_update_`."""
+        """See :func:`rlbuf_td.kernels.sum_tree.triton.update_`."""
         raise NotImplementedError
 
     def launch_enter_(self, run: Run, largest: Tensor) -> None:
-        """See :func:`rlbuf_td.kernels.sum_tree.launch_enter_`."""
+        """See :func:`rlbuf_td.kernels.sum_tree.triton.enter_`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -436,7 +437,7 @@ class Priorities:
             is_of_windows = stamp.shape != td_error.shape
             if is_of_windows or has_holes or not is_read:
                 flat = flat_rows(index, storage, self.device)
-                index, stale = storage.skip_stale(flat, stamp)
+                index, stale = storage.ring.skip_stale(flat, stamp)
                 stamp = None
         if has_holes:
             storage.refuse_holes(index)

@@ -221,7 +221,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         stale: int | Tensor = 0
         if stamp is not None:
             flat = flat_rows(index, storage, storage.device)
-            index, stale = storage.skip_stale(flat, stamp)
+            index, stale = storage.ring.skip_stale(flat, stamp)
         self.update_priority(index, td_error, storage=storage)
         return stale
 

@@ -15,6 +15,7 @@ from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import loop
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import Stratification
+from rlbuf_td.kernels.sum_tree.blocks import BlockUpdate, Run, WeightLaw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
@@ -61,9 +62,9 @@ class ProportionalRule(PriorityRule):
         generator: torch.Generator | None,
         serials: Serials | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return sum_tree.launch_draw(
-            self.table, batch, law, rows, generator=generator, serials=serials
-        )
+        from rlbuf_td.kernels.sum_tree import triton
+
+        return triton.draw(self.table, batch, generator, law, rows, serials)
 
     def draw_into(
         self,
@@ -108,16 +109,20 @@ class ProportionalRule(PriorityRule):
         return self.table.is_launched
 
     def launch_update_(
-        self, update: sum_tree.BlockUpdate, largest: Tensor, counts: bool
+        self, update: BlockUpdate, largest: Tensor, counts: bool
     ) -> Tensor | None:
+        from rlbuf_td.kernels.sum_tree import triton
+
         law = self._weight_law()
-        return sum_tree.launch_update_(self.table, update, largest, law, counts=counts)
+        return triton.update_(self.table, update, largest, law, counts=counts)
 
-    def launch_enter_(self, run: sum_tree.Run, largest: Tensor) -> None:
-        sum_tree.launch_enter_(self.table, run, largest, self._weight_law())
+    def launch_enter_(self, run: Run, largest: Tensor) -> None:
+        from rlbuf_td.kernels.sum_tree import triton
 
-    def _weight_law(self) -> sum_tree.WeightLaw:
-        return sum_tree.WeightLaw(
+        triton.enter_(self.table, run, largest, self._weight_law())
+
+    def _weight_law(self) -> WeightLaw:
+        return WeightLaw(
             self.settings[WEIGHED], self.eps, self.min_priority, self.first
         )
 

@@ -19,7 +19,7 @@ from rlbuf_td.kernels.dispatch import (
     loop,
     record_of,
 )
-from rlbuf_td.kernels.wrappers import Windows, expand, launch_expand
+from rlbuf_td.kernels.wrappers import Windows, expand
 from rlbuf_td.kernels.wrappers.records import Expanded, WindowShape
 from rlbuf_td.samplers.common import EMPTY, permutation, setting
 from rlbuf_td.samplers.priorities import Update
@@ -47,7 +47,6 @@ from rlbuf_td.storages.indexing import (
     coordinates,
     device_of,
     flat_rows,
-    refuse_unwritten,
     row_count,
     written_rows,
 )
@@ -347,7 +346,7 @@ class SequenceSampler(SamplerWrapper):
         for rounds in range(_ROUNDS):
             short = replace(*windows, *places, order_at, *weights)
             if short < 0:
-                refuse_unwritten(flat, storage)
+                storage.refuse_unwritten(flat)
             if not short:
                 return self._weigh_again_(flat, report) if rounds else None
             draw_into(storage, live, other, other_report, scratch)
@@ -450,7 +449,7 @@ class SequenceSampler(SamplerWrapper):
         """Replace anchors whose window does not fit into its trajectory by others,
         which are drawn until all fit."""
         for rounds in range(_ROUNDS):
-            refuse_unwritten(anchors, storage)  # of a user's sampler
+            storage.refuse_unwritten(anchors)  # of a user's sampler
             back, ahead = self._reach(storage, anchors)
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
             if bool(fits.all()):
@@ -507,8 +506,10 @@ class SequenceSampler(SamplerWrapper):
         serials = ring.for_kernels()
         is_paired = ndim == 2
         if serials is not None and ndim <= 2 and storage.all_rows().is_launched:
+            from rlbuf_td.kernels.wrappers import triton
+
             numbers = episodes.numbers
-            return launch_expand(anchors, numbers, serials, shape, has_pairs=is_paired)
+            return triton.expand(anchors, numbers, serials, shape, has_pairs=is_paired)
         reach = self._reach(storage, anchors)
         rows = expand(anchors, reach, ring.steps, ring.lanes, shape)
         if crosses:

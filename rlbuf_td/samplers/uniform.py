@@ -9,7 +9,7 @@ import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of, uses_triton
-from rlbuf_td.kernels.draws import append_distinct_, distinct_rows, uniform_rows_
+from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
 from rlbuf_td.samplers.common import EMPTY, refuse_never, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler, drawn_into
 from rlbuf_td.storages import PackedStorage
@@ -103,6 +103,8 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             if not rows:
                 raise RuntimeError(EMPTY)
             number = torch.empty(batch_size, dtype=torch.int64, device=device)
+            from rlbuf_td.kernels.draws.triton import uniform_rows_
+
             uniform_rows_(number, rows, self._rng)
             return nth_rows(storage, number), {}
         # not on the device: some have no float64

@@ -32,7 +32,6 @@ from rlbuf_td.storages.indexing import (
     Info,
     coordinates,
     device_of,
-    refuse_unwritten,
 )
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lock import defer_sigint
@@ -133,7 +132,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):  # pyrefly: ignore [i
         """Draw and revise a batch."""
         flat, info = self.draw_rows(storage, batch_size)
         # compiled loops look up the trajectories of these rows without a check
-        refuse_unwritten(flat, storage)
+        storage.refuse_unwritten(flat)
         drawn = self.batch_of(storage, flat, info)
         if not self.has_checked_order:
             self.warn_if_interleaved(storage)

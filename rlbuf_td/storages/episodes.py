@@ -466,20 +466,17 @@ class Episodes:
         ``cells`` is contiguous int64."""
         if not self.address:
             return spans(self.numbers, cells, *self.ring.ends_at(cells))
-        count, integer, flag = len(cells), torch.int64, torch.bool
-        stored_spans = Spans(
-            *(
-                torch.empty(count, dtype=dtype, device="cpu")
-                for dtype in (integer, integer, flag, flag)
-            )
-        )
+        back, ahead = torch.empty_like(cells), torch.empty_like(cells)
+        ended = torch.empty(len(cells), dtype=torch.bool, device="cpu")
         loop("episodes.cpu", "reach")(
             self.address,
             cells.data_ptr(),
-            count,
-            *(numbers.data_ptr() for numbers in stored_spans),
+            len(cells),
+            back.data_ptr(),
+            ahead.data_ptr(),
+            ended.data_ptr(),
         )
-        return stored_spans
+        return Spans(back, ahead, ended)
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
         """Return the first cell and the length of each episode whose rows are all
@@ -525,12 +522,14 @@ class Episodes:
             serial = np.arange(ring.tail[lane], ring.written[lane])
             if not len(serial):
                 continue
-            back, left = (
+            back, rows_to_end = (
                 self.numbers[lane].cpu().numpy()[serial % ring.steps].T.astype(np.int64)
             )
             steps, begins = back & STEPS, (back & STEPS) == 0
-            last = np.where(left > 0, serial + left - 1, ring.written[lane] - 1)
-            following = 0 if left[-1] else min(steps[-1] + 1, MOST)
+            last = np.where(
+                rows_to_end > 0, serial + rows_to_end - 1, ring.written[lane] - 1
+            )
+            next_back = 0 if rows_to_end[-1] else min(steps[-1] + 1, MOST)
             for holds, what in (
                 (
                     begins[1:] | (np.diff(steps) == 1) | (steps[1:] == MOST),
@@ -544,17 +543,17 @@ class Episodes:
                     "a row has another last row",
                 ),
                 (
-                    np.diff((left == 0).astype(np.int8)) >= 0,
+                    np.diff((rows_to_end == 0).astype(np.int8)) >= 0,
                     "an episode goes on that is not the newest",
                 ),
                 (
-                    int(self.following[BACK_OF_NEXT, lane]) in (-1, following),
+                    int(self.following[BACK_OF_NEXT, lane]) in (-1, next_back),
                     "the next row continues another episode",
                 ),
             ):
                 if not np.all(holds):
                     raise AssertionError(
-                        f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}"
+                        f"lane {lane}: {what}: {back.tolist()}, {rows_to_end.tolist()}"
                     )
 
 

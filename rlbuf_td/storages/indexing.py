@@ -9,7 +9,7 @@ follow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from tensordict import TensorDictBase
@@ -20,7 +20,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
-from rlbuf_td.storages.torchrl_parts import columns_or_none, listeners_of
+from rlbuf_td.storages.torchrl_parts import stored_rows
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -28,25 +28,6 @@ if TYPE_CHECKING:
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 # what a sampler reports, by key; TorchRL's index may be a tuple
 Info: TypeAlias = dict[Any, torch.Tensor]
-Listener = TypeVar("Listener")
-
-
-def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
-    attached = next(
-        (listener for listener in listeners_of(storage) if isinstance(listener, kind)),
-        None,
-    )
-    if attached is None:
-        attached = kind(storage)  # pyrefly: ignore [bad-argument-count]
-        storage.attach(attached)
-    return attached
-
-
-def stored_rows(storage: Storage) -> TensorDictBase | None:
-    """Return all rows as views, ``[T, *lanes]``, without deduplicated keys; None if the
-    storage holds no TensorDict."""
-    rows = columns_or_none(storage)
-    return rows if isinstance(rows, TensorDictBase) else None
 
 
 def device_of(storage: Storage) -> torch.device:
@@ -181,27 +162,6 @@ def flat_rows(
             )
         flat = flat * size + part
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
-
-
-def refuse_unwritten(flat: torch.Tensor, storage: PackedStorage) -> None:
-    """Raise an IndexError if a flat index names no written row; indices on a device are
-    not checked."""
-    if backend_of(flat) == "numba" and flat.numel():
-        address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
-        low, high = map(int, flat.aminmax())
-        if low < 0 or high >= len(storage):
-            raise IndexError(
-                f"row {low if low < 0 else high} is out of range: {_written(storage)}"
-            )
-        storage.refuse_holes(flat)
-
-
-def _written(storage: Storage) -> str:
-    return (
-        f"rows 0 to {len(storage) - 1} have been written"
-        if len(storage)
-        else "no rows have been written"
-    )
 
 
 def inner_dims(storage: Storage, dims: int) -> int:

@@ -1,13 +1,13 @@
 """The layout of a transition as one row of bytes.
 
 A leaf is one tensor of a transition. Leaves are ordered by item size, largest first,
-which aligns each leaf. Leaves of one dtype are neighbours, so that one ``view`` and one
-``split`` per dtype turn a block of rows into a TensorDict.
+which aligns each leaf. Leaves of one dtype are neighbours, so that one ``view`` per
+dtype turns a block of rows into typed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -34,16 +34,6 @@ CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
 # bytes of a leaf that begins at a cache line: unaligned images take 15 % longer to copy
 _LARGE = 1_024
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Neighbouring leaves of one dtype, and how a row is split into them."""
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]  # of all pieces of a row, in elements
-    # (piece index, leaf index, leaf shape or None if 1-D)
-    parts: tuple[tuple[int, int, torch.Size | None], ...]
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,16 @@ class RowLayout:
             _padded(max(1, self.data_bytes), size) for size in (align, CACHE_LINE)
         )
         self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small
-        self.groups = tuple(self._groups())
+        # of each leaf: its place and size in a row, in elements of its dtype
+        self._parts = [
+            (
+                leaf.dtype,
+                self.offsets[leaf.key] // leaf.dtype.itemsize,
+                prod(leaf.shape),
+                leaf.shape,
+            )
+            for leaf in self.leaves
+        ]
         #: The entries at the root of a row, with their dtypes; None for nested entries.
         self.names = {
             leaf.key[0]: leaf.dtype if len(leaf.key) == 1 else None
@@ -134,42 +133,22 @@ class RowLayout:
         # for the last (lead, device)
         self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))
         self._expected = _Expected(None, [])
-        float_rows = any(group.dtype is torch.float32 for group in self.groups)
+        float_rows = any(leaf.dtype is torch.float32 for leaf in self.leaves)
         # Dtype of the stored matrix; with float32, the float32 leaves of a gathered
         # batch need no view.
         self.carrier = torch.float32 if float_rows else torch.uint8
 
-    def _groups(self) -> Iterator[_Group]:
-        for dtype, members in groupby(
-            enumerate(self.leaves), key=lambda item: item[1].dtype
-        ):
-            sizes: list[int] = []
-            parts, end = [], 0
-            for slot, leaf in members:
-                if self.offsets[leaf.key] > end:  # other groups, or padding
-                    sizes.append((self.offsets[leaf.key] - end) // dtype.itemsize)
-                parts.append(
-                    (len(sizes), slot, None if len(leaf.shape) == 1 else leaf.shape)
-                )
-                sizes.append(prod(leaf.shape))
-                end = self.offsets[leaf.key] + leaf.nbytes
-            after = self.row_bytes // dtype.itemsize - sum(sizes)
-            yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
-
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return all leaves, in the order of :attr:`leaves`, as views of ``rows``,
-        ``[*lead, row_bytes]``."""
+        ``[*lead, row_bytes]``; edits of all views count as edits of ``rows``."""
         lead = rows.shape[:-1]
-        columns: list[torch.Tensor] = [rows] * len(self.leaves)
-        for group in self.groups:
-            typed = rows if rows.dtype is group.dtype else rows.view(group.dtype)
-            # After an unsafe split, autograd does not link the leaves, so that each may
-            # be changed in place.
-            split = typed.unsafe_split_with_sizes(group.sizes, -1)
-            for part, slot, shape in group.parts:
-                columns[slot] = (
-                    split[part] if shape is None else split[part].view(lead + shape)
-                )
+        typed = rows
+        columns: list[torch.Tensor] = []
+        for dtype, start, size, shape in self._parts:
+            if typed.dtype is not dtype:
+                typed = rows if rows.dtype is dtype else rows.view(dtype)
+            column = typed.narrow(-1, start, size)
+            columns.append(column if len(shape) == 1 else column.view(lead + shape))
         return columns
 
     def slices(self, block: torch.Tensor, lead: torch.Size) -> list[torch.Tensor]:
@@ -207,26 +186,7 @@ class RowLayout:
     def unpack(self, rows: torch.Tensor) -> TensorDict:
         """Return a TensorDict whose leaves are views of ``rows``,
         ``[*lead, row_bytes]``."""
-        columns: list[torch.Tensor] = [rows] * len(self.leaves)
-        for group in self.groups:
-            typed, start = (
-                rows if rows.dtype is group.dtype else rows.view(group.dtype),
-                0,
-            )
-            pieces = iter(group.parts)
-            part, slot, shape = next(pieces)
-            for number, size in enumerate(group.sizes):
-                # not split: edits of all views then count as edits of ``rows``
-                if number == part:
-                    column = typed.narrow(-1, start, size)
-                    columns[slot] = (
-                        column
-                        if shape is None
-                        else column.view(rows.shape[:-1] + shape)
-                    )
-                    part, slot, shape = next(pieces, (-1, 0, None))
-                start += size
-        return _build(self.root, columns, rows.shape[:-1], rows.device, {})
+        return self.wrap(self.columns(rows), rows.shape[:-1], rows.device, {})
 
     def wrap(
         self,

@@ -14,7 +14,11 @@ from weakref import ref
 from torch import Tensor
 from torchrl.data.replay_buffers import ReplayBuffer, Storage
 
+from rlbuf_td.storages.torchrl_parts import listeners_of
+
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from rlbuf_td.storages.layout import RowLayout
     from rlbuf_td.storages.packed import PackedStorage
 
@@ -132,16 +136,15 @@ class Listeners:
 
     def remove(self, listener: object) -> None:
         self._listed = [
-            entry for entry in self._listed if _found(entry) is not listener
+            entry for entry in self._listed if _referred(entry) is not listener
         ]
         self.changes += 1
 
     def __iter__(self) -> Iterator[Any]:
-        return (
-            listener
-            for entry in self._listed
-            if (listener := _found(entry)) is not None
-        )
+        for entry in self._listed:
+            listener = _referred(entry)
+            if listener is not None:
+                yield listener
 
     def __len__(self) -> int:
         return len(self._existing())
@@ -151,13 +154,14 @@ class Listeners:
         return (listener for listener in self if isinstance(listener, Listener))
 
     def _existing(self) -> list[Any]:
-        return [entry for entry in self._listed if _found(entry) is not None]
+        return [entry for entry in self._listed if _referred(entry) is not None]
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_listed": self._existing()}
 
 
-def _found(entry: object) -> Any:
+def _referred(entry: object) -> Any:
+    """Return a listed object; None if it has been deleted."""
     return entry() if type(entry) is WeakReference else entry
 
 
@@ -166,6 +170,17 @@ class Attached:
 
     def __init__(self, storage: Storage) -> None:
         self._owner: Callable[[], Any] = WeakReference(storage)
+
+    @classmethod
+    def of(cls, storage: Storage) -> Self:
+        """Return the object of this class that a storage owns; attach one if there is
+        none."""
+        for listener in listeners_of(storage):
+            if isinstance(listener, cls):
+                return listener
+        attached = cls(storage)
+        storage.attach(attached)
+        return attached
 
     @property
     def storage(self) -> Any:

@@ -14,6 +14,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from pickle import UnpicklingError
 from threading import RLock
+from types import EllipsisType, NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -23,11 +24,15 @@ from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 
 from rlbuf_td.kernels.dispatch import (
     OFF,
-    backend_of,
     import_kernels,
     untraced,
 )
-from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
+from rlbuf_td.kernels.host_memory import (
+    address_of,
+    advise_huge_pages,
+    alias_of,
+    in_dispatch_mode,
+)
 from rlbuf_td.kernels.serials import (
     EPISODES_STALE,
     REVISION,
@@ -63,9 +68,9 @@ from rlbuf_td.storages.memory import (
 )
 from rlbuf_td.storages.memory_budget import SHARED, require_room
 from rlbuf_td.storages.processes import SharedRows, shape_in_folder, watch_forks
-from rlbuf_td.storages.ring import Ring, refuse_stamps
+from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
-from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
+from rlbuf_td.storages.rows import PlainRows, Rows, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.saved import SavedRows
 from rlbuf_td.storages.schema import (
@@ -88,10 +93,8 @@ from rlbuf_td.storages.write_plan import (
 from rlbuf_td.storages.writes import (
     TakenLane,
     Write,
-    as_index,
     as_lanes,
     as_steps,
-    is_index,
     is_mask,
     refuse_shape,
     same_bytes,
@@ -113,6 +116,8 @@ _PARTS = (
 )
 _STATE_FILE = "storage.pt"
 _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
+# what an index has whose rows are read as views
+_OF_VIEWS = int, np.integer, slice, EllipsisType, NoneType
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
 _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
 
@@ -578,33 +583,6 @@ class PackedStorage(LazyTensorStorage):
         shape = index.shape[: index.ndim - (self.ndim > 1)]
         return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
 
-    def skip_stale(
-        self, flat: torch.Tensor, stamp: torch.Tensor
-    ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got
-        its stamp, and their number.
-
-        ``stamp`` is the entry ``"sampled_at"`` of the rows' batch. Of windows, it has
-        the stamps of all their rows, and ``flat`` the anchors.
-        """
-        refuse_stamps(stamp, flat.shape[0])
-        ring, stamp = self.ring, stamp.to(self.device, torch.int64)
-        step = flat if ring.lanes == 1 else flat // ring.lanes
-        # those of the first rows tell those of the anchors: a window lies in one lane
-        if stamp.shape != flat.shape:
-            first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]
-            stamp = first + (step - first) % ring.steps
-        stale = ring.is_stale(flat, stamp) & (flat >= 0)
-        # other stamps, and an index out of range, are errors that the caller raises
-        if flat.is_cpu:
-            stale &= (ring.is_live(flat) | (stamp % ring.steps == step)) & (
-                flat < self.all_rows().cells
-            )
-        count = stale.sum()
-        return flat.masked_fill(stale, -1), int(count) if backend_of(
-            flat
-        ) == "numba" else count
-
     @property
     def layout(self) -> RowLayout | None:
         """The layout of a row; ``None`` until rows are allocated."""
@@ -695,32 +673,16 @@ class PackedStorage(LazyTensorStorage):
         TensorDict, without the lock, and as they are."""
         rows = self.written_rows()
         if is_key(index):
-            return rows.column((index,) if isinstance(index, str) else index)
-        if isinstance(index, list | range | np.ndarray):
-            index = as_index(index)
-        if is_mask(index) and index.shape == rows.shape:
-            index = index.nonzero(as_tuple=True)
-        if is_index(index) and rows.lanes:  # holes are zeros
-            return rows.at_cells(
-                rows.cells_at(
-                    from_start(index.to(self.device, torch.int64), rows.steps)
-                )
-            )
-        parts = (index,) if is_index(index) else index
-        if (
-            isinstance(parts, tuple)
-            and len(parts) == self.ndim
-            and all(map(is_index, parts))
-        ):
-            steps = (part.to(self.device, torch.int64) for part in parts)
-            cells, *lanes = map(from_start, steps, rows.shape)
-            for lane, size in zip(lanes, rows.lanes, strict=True):
-                cells = cells * size + lane
-            self.refuse_holes(cells)
-            return rows.at_cells(cells)
-        if self.ndim == 1 and type(index) in (slice, int) and self.ring.holes:
-            self.refuse_holes(torch.arange(rows.steps, device=self.device)[index])
-        return rows.at_region(index)
+            return rows.column(as_tuple(index))
+        parts = index if isinstance(index, tuple) else (index,)
+        is_view = all(isinstance(part, _OF_VIEWS) for part in parts)
+        if is_view and not (self.ring.holes and self.ndim == 1):
+            return rows.at_region(index)
+        cells = rows.cells_of(index)
+        is_of_steps = len(parts) == 1 and not (is_mask(index) and index.ndim > 1)
+        if not (rows.lanes and is_of_steps):  # in whole time steps, holes are zeros
+            self.refuse_holes(cells.reshape(-1))
+        return rows.at_region(index) if is_view else rows.at_cells(cells)
 
     def complete(self, key: tuple[str, ...] | None = None) -> None:
         """Let writers compute what they add to the rows, before all entries or those at
@@ -738,6 +700,25 @@ class PackedStorage(LazyTensorStorage):
         """
         self.refuse_holes(flat)
         return self.written_rows().at_cells(flat)
+
+    def refuse_unwritten(self, flat: torch.Tensor) -> None:
+        """Raise an IndexError if a flat index names no written row; indices on a device
+        are not checked."""
+        if not flat.is_cpu or not flat.numel():
+            return
+        address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
+        low, high = map(int, flat.aminmax())
+        rows = len(self)
+        if low < 0 or high >= rows:
+            written = (
+                f"rows 0 to {rows - 1} have been written"
+                if rows
+                else "no rows have been written"
+            )
+            raise IndexError(
+                f"row {low if low < 0 else high} is out of range: {written}"
+            )
+        self.refuse_holes(flat)
 
     def refuse_holes(self, flat: torch.Tensor) -> None:
         """Raise an IndexError if a flat index names a row that its lane has not written
@@ -893,10 +874,10 @@ class PackedStorage(LazyTensorStorage):
         selects = isinstance(cursor, tuple) or is_mask(cursor)
         data = self.as_rows(data, 1 if selects else self.ndim - single)
         with self.lock:  # writes of a buffer already hold the lock
-            if selects:
+            if selects or not set_cursor:
                 cells = self.written_rows().cells_of(cursor)
                 return self.edit_entries(cells, self._entries_in(data, cells.shape))
-            if set_cursor and not self.ring.are_aligned:
+            if not self.ring.are_aligned:
                 raise RuntimeError(
                     "the lanes stand at unlike steps, because single lanes were written: write with rb.extend or "
                     "rb.add, which continue each lane"
@@ -904,9 +885,8 @@ class PackedStorage(LazyTensorStorage):
             total = self._max_size_along_dim0(
                 **{"single_data" if single else "batched_data": data}
             )
-            steps = as_steps(
-                cursor, total, 0 if self.rows is None else self.ring.longest, set_cursor
-            )
+            live = 0 if self.rows is None else self.ring.longest
+            steps = as_steps(cursor, total, live)
             if not single and data.batch_size[:1] != steps.shape:
                 raise SchemaError(
                     f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions"
@@ -914,7 +894,7 @@ class PackedStorage(LazyTensorStorage):
             rows, ring = self._admit(data, single), self.ring
             data = data.unsqueeze(0) if single else data
             next_steps = (ring.cursor + np.arange(len(steps))) % ring.steps
-            if set_cursor and np.array_equal(steps, next_steps):
+            if np.array_equal(steps, next_steps):
                 self.advance(Write(data, is_told=False))
                 return
             is_new = steps >= ring.longest
@@ -1045,14 +1025,9 @@ class PackedStorage(LazyTensorStorage):
                         leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None]
                         for leaf in leaves
                     ]
-                numbers = cells.reshape(-1).cpu().numpy()
-                outside = numbers[(numbers < 0) | (numbers >= rows.cells)]
-                if len(outside):
-                    raise IndexError(
-                        f"row {outside[0]} is out of range: rows 0 to {rows.cells - 1} have been written"
-                    )
-                self.refuse_holes(cells.reshape(-1))
-                numbers, leaves = last_of_each(numbers, leaves)
+                flat = cells.reshape(-1).cpu()
+                self.refuse_unwritten(flat)
+                numbers, leaves = last_of_each(flat.numpy(), leaves)
                 cells = torch.from_numpy(numbers).to(cells.device)
             self.enter()
             episodes = self.episodes

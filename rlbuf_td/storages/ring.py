@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import uses_triton
-from rlbuf_td.kernels.draws import launch_stamps
+from rlbuf_td.kernels.dispatch import backend_of, uses_triton
 from rlbuf_td.kernels.host_memory import address_of, to_device
 from rlbuf_td.kernels.serials import (
     AFTER,
@@ -371,7 +370,9 @@ class Ring:
         is_now = before is None or np.array_equal(before, self.written)  # usual
         serials = self.for_kernels() if is_now and uses_triton(cell.device) else None
         if serials is not None:
-            return launch_stamps(cell, serials)
+            from rlbuf_td.kernels.draws.triton import stamps_of
+
+            return stamps_of(cell, serials)
         newest = (
             self.ends_at(cell)[1]
             if is_now
@@ -387,6 +388,29 @@ class Ring:
         """Return whether the row that had this stamp is gone, ``[B]`` bool; of cells
         out of range, nothing is known."""
         return (stamp != self.serial(cell)) | (stamp < self.ends_at(cell)[0])
+
+    def skip_stale(self, flat: Tensor, stamp: Tensor) -> tuple[Tensor, int | Tensor]:
+        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got
+        its stamp, and their number.
+
+        ``stamp`` is the entry ``"sampled_at"`` of the rows' batch. Of windows, it has
+        the stamps of all their rows, and ``flat`` the anchors.
+        """
+        refuse_stamps(stamp, len(flat))
+        stamp = stamp.to(flat.device, torch.int64)
+        step = flat if self.lanes == 1 else flat // self.lanes
+        # those of the first rows tell those of the anchors: a window lies in one lane
+        if stamp.shape != flat.shape:
+            first = stamp[:: len(stamp) // max(len(flat), 1)]
+            stamp = first + (step - first) % self.steps
+        stale = self.is_stale(flat, stamp) & (flat >= 0)
+        # other stamps, and an index out of range, are errors that the caller raises
+        if flat.is_cpu:
+            is_of_cell = self.is_live(flat) | (stamp % self.steps == step)
+            stale &= is_of_cell & (flat < self.steps * self.lanes)
+        count = stale.sum()
+        is_on_host = backend_of(flat) == "numba"
+        return flat.masked_fill(stale, -1), int(count) if is_on_host else count
 
     def holes_among(self, cell: Tensor) -> Tensor | None:
         """Return which cells are holes, ``[B]`` bool; None if there are none. Cells out

@@ -10,6 +10,7 @@ from __future__ import annotations
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     PrioritizedSampler,
@@ -74,9 +75,12 @@ def loses_order(writer: object) -> bool:
     return keeps_order(writer) is False
 
 
-def columns_or_none(storage: Storage) -> Any:
+def stored_rows(storage: Storage) -> TensorDictBase | None:
+    """Return all rows as views, ``[T, *lanes]``, without deduplicated keys; None if the
+    storage holds no TensorDict."""
     # an ensemble of storages has no entries of its own
-    return getattr(storage, "_storage", None)
+    rows = getattr(storage, "_storage", None)
+    return rows if isinstance(rows, TensorDictBase) else None
 
 
 def capacity_in_steps(storage: Storage, **data: object) -> int:

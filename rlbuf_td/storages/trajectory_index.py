@@ -9,7 +9,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY, EpisodeKeys, Episodes
-from rlbuf_td.storages.indexing import flat_rows, refuse_unwritten
+from rlbuf_td.storages.indexing import flat_rows
 
 
 class TrajectoryIndex:
@@ -87,8 +87,8 @@ class TrajectoryIndex:
         with self.storage.lock:  # no row is half written
             episodes = self._episodes()
             flat = flat_rows(index, self.storage, self.storage.device)
-            refuse_unwritten(flat, self.storage)
-            return episodes.spans(flat)[:3]
+            self.storage.refuse_unwritten(flat)
+            return episodes.spans(flat)
 
     def steps_back(self, index: object) -> torch.Tensor:
         """Return the number of stored rows before each row in its trajectory, ``[B]``

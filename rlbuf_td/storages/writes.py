@@ -14,8 +14,6 @@ from rlbuf_td.storages.schema import SchemaError, walk
 
 #: Counts the steps of a write in statistics, given the addresses of its leaves.
 Record: TypeAlias = Callable[[np.ndarray], None]
-# torch takes uint8 for a mask
-_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
 
 def is_mask(index: object) -> bool:
@@ -25,61 +23,51 @@ def is_mask(index: object) -> bool:
     )
 
 
-def is_index(index: Any) -> bool:
-    """Whether ``index`` is a tensor of signed integers with at least one dim."""
-    is_index = (
-        isinstance(index, torch.Tensor)
-        and index.ndim > 0
-        and index.dtype in _INDEX_DTYPES
-    )
-    if is_index and index.is_cpu:
+def as_integers(index: object) -> torch.Tensor | None:
+    """Return integers in any form, such as an int, a list, an array or a tensor, as an
+    int64 tensor of their shape; None for what is no integers, such as a mask."""
+    if isinstance(index, int | np.integer | list | range | np.ndarray):
+        array = np.asarray(index)
+        # an empty list has a float dtype
+        if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):
+            index = torch.from_numpy(np.array(array, np.int64))
+    if (
+        not isinstance(index, torch.Tensor)
+        or index.is_floating_point()
+        or index.is_complex()
+        or index.dtype is torch.bool
+    ):
+        return None
+    if index.is_cpu:
         address_of(index)  # refuses an index without memory
-    return is_index
+    return index.to(torch.int64)
 
 
-def as_index(index: object) -> torch.Tensor:
-    array = np.asarray(index)
-    # an empty list has a float dtype
-    if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):
-        array = array.astype(np.int64, copy=False)
-    return torch.as_tensor(array, device="cpu")
-
-
-def as_steps(cursor: object, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert an index of time steps to an int64 array; refuse steps that have not been
-    written, unless they ``append`` to the ``live`` ones without a gap.
-
-    Negative indices of edits count from the end of the ``live`` steps, as in reads.
-    """
+def as_steps(cursor: object, total: int, live: int) -> np.ndarray:
+    """Convert an index of the time steps to write, ``[n]`` int64; refuse steps that
+    leave others after the ``live`` ones unwritten."""
     if isinstance(cursor, slice):
-        cursor = range(*cursor.indices(total if append else live))
-    if isinstance(cursor, torch.Tensor):
-        cursor = cursor.cpu().numpy()
-    steps = np.atleast_1d(np.asarray(cursor))
-    if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
+        cursor = range(*cursor.indices(total))
+    integers = as_integers(cursor)
+    if integers is None or integers.ndim > 1:
+        shape = tuple(getattr(cursor, "shape", ()))
         raise IndexError(
-            f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}"
+            f"cannot write at a cursor {type(cursor).__name__} of shape {shape}: pass time steps, integers [n]"
         )
+    steps = np.atleast_1d(integers.cpu().numpy())
     if not len(steps):
         raise IndexError("cannot write at an empty set of positions")
-    if not append and steps.dtype.kind == "i":
-        steps = np.where((steps < 0) & (steps >= -live), steps + live, steps)
     if steps.min() < 0 or steps.max() >= total:
         bad = steps[(steps < 0) | (steps >= total)][0]
         raise IndexError(
             f"position {bad} is out of range of a storage of {total} time steps"
         )
     new = np.unique(steps[steps >= live])
-    if len(new) and not append:
-        raise IndexError(
-            f"position {new[0]} has not been written, and cannot be edited: {live} time steps are stored, "
-            "which rb.extend or rb.add continues"
-        )
     if len(new) and len(new) != new[-1] + 1 - live:
         raise IndexError(
             f"positions up to {new[-1]} leave rows after {live - 1} unwritten: write them in order"
         )
-    return steps.astype(np.int64)
+    return steps
 
 
 def wrapping(data: object, batch_size: str = "[n]") -> str:

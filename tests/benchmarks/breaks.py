@@ -92,8 +92,8 @@ BREAKS = [
     Break(
         "a kernel ends an episode one row early",
         "kernels/episodes/triton.py",
-        "left = closing + ago + position + 1",
-        "left = closing + ago + position",
+        "rows_to_end = closing + ago + position + 1",
+        "rows_to_end = closing + ago + position",
         "tests/kernels/test_triton.py -k noted",
     ),
     Break(
@@ -335,7 +335,7 @@ BREAKS = [
     Break(
         "write_back changes rows that were replaced",
         "buffers/replay.py",
-        "flat = storage.skip_stale(flat, stamp)[0]",
+        "flat = storage.ring.skip_stale(flat, stamp)[0]",
         "flat = flat.clone()",
         "tests/storages/test_editing.py -k still_there",
     ),

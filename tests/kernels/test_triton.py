@@ -29,9 +29,8 @@ from rlbuf_td import (
 )
 from rlbuf_td.cli import info
 from rlbuf_td.kernels import dispatch, launches, self_check
-from rlbuf_td.kernels.draws import uniform_rows_
 from rlbuf_td.kernels.strata import masses, stratification_of
-from rlbuf_td.kernels.sum_tree import SumTree, launch_draw
+from rlbuf_td.kernels.sum_tree import SumTree
 from rlbuf_td.kernels.sum_tree.blocks import set_blocks_
 from rlbuf_td.storages.writes import Write
 from tests.backends import forced
@@ -245,6 +244,8 @@ def test_rows_beyond_two_gibibytes_are_found(tmp_path):
 def uniform_rows(
     count: int, rows: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
+    from rlbuf_td.kernels.draws.triton import uniform_rows_
+
     out = torch.empty(count, dtype=torch.int64)
     uniform_rows_(out, rows, generator)
     return out
@@ -260,6 +261,12 @@ def tree_of(weight: torch.Tensor) -> SumTree:
     tree.weight[: len(weight)] = weight
     set_blocks_(tree.blocks, tree.weight)
     return tree
+
+
+def draw(*arguments: Any) -> Any:
+    from rlbuf_td.kernels.sum_tree import triton
+
+    return triton.draw(*arguments)
 
 
 SIZES = [1, 1023, 1024, 2500]
@@ -280,8 +287,7 @@ def test_a_draw_is_that_of_cumulative_sums(size, stratified, norm):
     tree, batch = tree_of(weight), 4
     generator = torch.Generator().manual_seed(size)
     law = stratification_of(batch, stratified, 0.7, norm)
-    how: dict[str, Any] = {"generator": generator, "serials": None}
-    flat, importance, _ = launch_draw(tree, batch, law, size, **how)
+    flat, importance, _ = draw(tree, batch, generator, law, size, None)
     sums = weight.cumsum(0, dtype=torch.float64)
     uniform = uniforms(generator.manual_seed(size), batch)
     mass = masses(uniform, sums[-1], law.step)
@@ -301,16 +307,14 @@ def test_a_draw_finds_its_block_among_thousands():
     rows = torch.tensor([5, 1024 * 1023 + 7, 1024 * 1024, 1024 * 1029 + 1023])
     weight[rows] = 1.0
     law = stratification_of(4, True, 0.5, "buffer")
-    how: dict[str, Any] = {"generator": None, "serials": None}
-    flat, importance, _ = launch_draw(tree_of(weight), 4, law, len(weight), **how)
+    flat, importance, _ = draw(tree_of(weight), 4, None, law, len(weight), None)
     assert torch.equal(flat.sort().values, rows)
     assert importance.tolist() == [1.0] * 4
 
 
 def test_no_weight_at_all_draws_finite_numbers():
     law = stratification_of(2, True, 0.5, "buffer")
-    how: dict[str, Any] = {"generator": None, "serials": None}
-    flat, importance, _ = launch_draw(tree_of(torch.zeros(5)), 2, law, 5, **how)
+    flat, importance, _ = draw(tree_of(torch.zeros(5)), 2, None, law, 5, None)
     assert flat.tolist() == [0, 0]
     assert importance.isfinite().all()
 
@@ -691,8 +695,7 @@ def test_goals_follow_the_law():
 def test_proportional_draws_follow_the_law():
     weight = torch.tensor([1.0, 0.0, 3.0, 2.0, 0.5, 1.5])
     law = stratification_of(600, False, 0.5, None)
-    how: dict[str, Any] = {"generator": None, "serials": None}
-    flat, _, _ = launch_draw(tree_of(weight), 600, law, 6, **how)
+    flat, _, _ = draw(tree_of(weight), 600, None, law, 6, None)
     assert_follows(flat.bincount(minlength=6), weight.double() / weight.sum())
 
 

@@ -20,10 +20,11 @@ from rlbuf_td.diagnostics.doctor.bounds import Interval
 from rlbuf_td.diagnostics.doctor.report import ENDS, FAULTS, INSIDE, ROWS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import device_of, lanes_of, stored_rows
+from rlbuf_td.storages.indexing import device_of, lanes_of
 from rlbuf_td.storages.memory import HEAD_FILE
 from rlbuf_td.storages.observed import hashes, is_observed, values_of
 from rlbuf_td.storages.schema import show_key
+from rlbuf_td.storages.torchrl_parts import stored_rows
 
 Key: TypeAlias = tuple[str, ...]
 Values: TypeAlias = dict[Key, Tensor]

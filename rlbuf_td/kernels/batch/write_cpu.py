@@ -134,16 +134,7 @@ def write(
     if ring.write_entries:
         _call(ring.write_entries, rows, cells, before)
     if ring.episodes:
-        for e in range(lanes):
-            skipped = max(counts[e] - steps, 0)
-            if counts[e]:
-                note(
-                    record_at(ring.episodes),
-                    e,
-                    before[WRITTEN, e] + skipped,
-                    counts[e] - skipped,
-                    skipped > 0,
-                )
+        _note_episodes(ring, before, counts)
     _publish(block, lanes)
     if priorities:
         _call(ring.enter, rows, cells, before)
@@ -151,6 +142,21 @@ def write(
         barrier()
         block[DIRTY] = IDLE
     return IN_CELLS if are_ragged else cursor
+
+
+@inlined
+def _note_episodes(ring, before, counts):
+    """Note the episodes of ``counts[e]`` new rows of each lane ``e``."""
+    for e in range(len(counts)):
+        skipped = max(counts[e] - ring.steps, 0)
+        if counts[e]:
+            note(
+                record_at(ring.episodes),
+                e,
+                before[WRITTEN, e] + skipped,
+                counts[e] - skipped,
+                skipped > 0,
+            )
 
 
 @kernel

@@ -10,26 +10,10 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.host_memory import address_of
-from rlbuf_td.kernels.serials import Serials
 
 # a uniform number has 53 binary digits; the last ones, which hardly affect the age,
 # choose the lane
 DIGITS = 2.0**53
-
-
-def uniform_rows_(out: Tensor, rows: int, generator: torch.Generator | None) -> None:
-    """Fill ``out``, int64 on a GPU, with random numbers below ``rows``."""
-    from rlbuf_td.kernels.draws import triton
-
-    triton.uniform_rows_(out, rows, generator)
-
-
-def launch_stamps(cells: Tensor, serials: Serials) -> Tensor:
-    """Return the serial of the newest row that can lie in each cell, int64, in one
-    launch on a GPU."""
-    from rlbuf_td.kernels.draws import triton
-
-    return triton.stamps_of(cells, serials)
 
 
 def recent_rows_(

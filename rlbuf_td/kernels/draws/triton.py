@@ -71,7 +71,8 @@ def _stamp(
 
 
 def stamps_of(cells: Tensor, serials: Serials) -> Tensor:
-    """See ``draws.launch_stamps``."""
+    """Return the serial of the newest row that can lie in each cell, int64, in one
+    launch."""
     cells = cells.contiguous()
     stamp, count = torch.empty_like(cells), cells.numel()
     _, *newest = serials

@@ -9,13 +9,13 @@ Rows are ``[T, E]``: T time steps and E lanes. Row ``serial`` of a lane lies in 
   and counts rows that are gone, too. The bit :data:`BREAK` marks a row that begins an
   episode although no flag or id of the row before it says so: after a load, a
   reopening, a reset without ``done``, or if another actor takes the lane.
-- ``left``: the rows that are left in the episode, this one included; 0 while the
-  episode goes on. When an episode ends, one loop over its stored rows writes it: once
-  per row.
+- ``rows_to_end``: the number of rows up to the end of the episode, this one included; 0
+  while the episode goes on. When an episode ends, one loop over its stored rows writes
+  it: once per row.
 
 A row has ``min(back, serial - tail)`` stored rows before it in its episode, and
-``left - 1`` after it, or, in an episode that goes on, ``written - 1 - serial``. An
-episode is *whole* if its first row is stored: ``back <= serial - tail``.
+``rows_to_end - 1`` after it, or, in an episode that goes on, ``written - 1 - serial``.
+An episode is *whole* if its first row is stored: ``back <= serial - tail``.
 
 ``following``, ``[2, E]`` int64, is what the next row of each lane continues: its
 ``back``, unless its id differs (0 after the end of an episode, -1 for a break), and the
@@ -25,7 +25,7 @@ written.
 
 Invariant: within a lane, ``back`` is 0 or one more than that of the row before; stored
 rows of one episode agree on their last row; only rows of the newest episode of a lane
-have ``left == 0``.
+have ``rows_to_end == 0``.
 
 The functions here are the specification, for all devices;
 :mod:`rlbuf_td.kernels.episodes.cpu` has the loops of the CPU, and
@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BACK, LEFT = range(2)
+BACK, ROWS_TO_END = range(2)
 BREAK = -(1 << 31)  # the bit 31 of `back`
 STEPS = (1 << 31) - 1  # its other bits
 MOST = 1 << 30  # up to which steps are counted: more than the slots of any lane
@@ -75,7 +75,6 @@ class Spans(NamedTuple):
     back: Tensor  # int64
     ahead: Tensor  # int64
     ended: Tensor  # bool
-    whole: Tensor  # bool: whether the first row of the episode is stored
 
 
 class Lanes(NamedTuple):
@@ -119,12 +118,10 @@ def spans(
     ago = (written - 1 - slot) % steps
     before = written - 1 - tail - ago  # stored rows of the lane before this one
     rows = slot + cells % lanes * steps if lanes > 1 else slot
-    back, left = numbers.flatten(0, 1)[rows].long().unbind(-1)
-    back = back & STEPS
-    ended = left > 0
-    return Spans(
-        back.minimum(before), torch.where(ended, left - 1, ago), ended, back <= before
-    )
+    back, rows_to_end = numbers.flatten(0, 1)[rows].long().unbind(-1)
+    ended = rows_to_end > 0
+    ahead = torch.where(ended, rows_to_end - 1, ago)
+    return Spans((back & STEPS).minimum(before), ahead, ended)
 
 
 def lanes_of_write(numbers: Tensor, following: Tensor, serials: Tensor) -> Lanes:
@@ -193,8 +190,8 @@ def note_(lanes: Lanes, rows: RowsByAge, ended: Tensor, traj_id: Tensor) -> Tens
     last = torch.where(is_last, age, age.shape[1]).flip(1).cummin(1).values.flip(1)
     newest = lanes.newest.clamp(min=0)
     is_over = ended.gather(1, newest)  # whether the newest row ends its episode
-    left = torch.where((last < newest) | is_over, last - age + 1, 0)
-    numbers = torch.stack((torch.where(breaks, BREAK, back), left), -1).int()
+    rows_to_end = torch.where((last < newest) | is_over, last - age + 1, 0)
+    numbers = torch.stack((torch.where(breaks, BREAK, back), rows_to_end), -1).int()
     lanes.numbers[lane[exists], slot[exists]] = numbers[exists]
     has_new_rows = (lanes.noted < lanes.written)[:, None]
     is_known = (lanes.newest >= 0) & (has_new_rows | (follows >= 0))
@@ -208,7 +205,9 @@ def whole(
 ) -> tuple[Tensor, Tensor]:
     """Return the first cell and the length of each episode whose rows are all stored,
     by lane and age; O(T * E). See :class:`Lanes` for ``newest``."""
-    back, left = numbers[rows.lane, rows.slot].long().unbind(-1)
-    is_first = rows.exists & ((back & STEPS) == 0) & ((left > 0) | (not only_finished))
-    length = torch.where(left > 0, left, newest + 1 - rows.age)
+    back, rows_to_end = numbers[rows.lane, rows.slot].long().unbind(-1)
+    is_first = (
+        rows.exists & ((back & STEPS) == 0) & ((rows_to_end > 0) | (not only_finished))
+    )
+    length = torch.where(rows_to_end > 0, rows_to_end, newest + 1 - rows.age)
     return rows.cells[is_first], length[is_first]

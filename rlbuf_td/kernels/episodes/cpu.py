@@ -12,14 +12,14 @@ from numba import carray
 from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, prefetch, store
 from rlbuf_td.kernels.episodes import BREAK, EPISODES, ID, MOST, STEPS
 
-_LEFT = 4  # bytes from `back` to `left`
+_ROWS_TO_END = 4  # bytes from `back` to `rows_to_end`
 _SOON = 16  # how many look-ups ahead the numbers of a row are prefetched
 
 
 class Numbers(NamedTuple):
     """What a look-up reads."""
 
-    numbers: int  # address of ``back`` and ``left`` of each row
+    numbers: int  # address of ``back`` and ``rows_to_end`` of each row
     tail: int  # address of the first serial of each lane
     written: int  # address of the next serial of each lane
     steps: int  # slots of a lane
@@ -94,8 +94,8 @@ def cell_of(numbers, number):
 @inlined
 def steps_ahead(numbers, lane, slot):
     """Return the number of steps from a row to the last stored step of its episode."""
-    left = np.int64(load(_at(numbers, lane, slot) + _LEFT, np.int32))
-    return left - 1 if left else rows_after(numbers, lane, slot)
+    rows_to_end = np.int64(load(_at(numbers, lane, slot) + _ROWS_TO_END, np.int32))
+    return rows_to_end - 1 if rows_to_end else rows_after(numbers, lane, slot)
 
 
 @inlined
@@ -115,11 +115,11 @@ def steps_back(numbers, lane, slot):
 @inlined
 def has_ended(numbers, lane, slot):
     """Whether the episode of a row has ended."""
-    return load(_at(numbers, lane, slot) + _LEFT, np.int32) != 0
+    return load(_at(numbers, lane, slot) + _ROWS_TO_END, np.int32) != 0
 
 
 @kernel
-def reach(address, cells, count, back, ahead, ended, whole):
+def reach(address, cells, count, back, ahead, ended):
     """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses,
     but the count of the cells."""
     numbers = numbers_at(address)
@@ -130,12 +130,9 @@ def reach(address, cells, count, back, ahead, ended, whole):
         if i + _SOON < count:
             expect(numbers, cell[i + _SOON])
         slot, lane = split(cell[i], numbers.lanes)
-        since = steps_since(numbers, lane, slot)
-        before = rows_before(numbers, lane, slot)
-        store(back + 8 * i, min(since, before), np.int64)
+        store(back + 8 * i, steps_back(numbers, lane, slot), np.int64)
         store(ahead + 8 * i, steps_ahead(numbers, lane, slot), np.int64)
         store(ended + i, has_ended(numbers, lane, slot), np.bool_)
-        store(whole + i, since <= before, np.bool_)
 
 
 @kernel
@@ -191,15 +188,15 @@ def _row(record, lane, slot):
 
 
 @inlined
-def _put(address, back, left):
+def _put(address, back, rows_to_end):
     store(address, np.int32(back), np.int32)
-    store(address + _LEFT, np.int32(left), np.int32)
+    store(address + _ROWS_TO_END, np.int32(rows_to_end), np.int32)
 
 
 @kernel
 def _close(record, lane, oldest, written):
-    """Write ``left`` of the stored rows, from the serial ``oldest`` on, of the episode
-    that ends before ``written``."""
+    """Write ``rows_to_end`` of the stored rows, from the serial ``oldest`` on, of the
+    episode that ends before ``written``."""
     last = written - 1
     if last < oldest:
         return
@@ -207,7 +204,7 @@ def _close(record, lane, oldest, written):
     lane_at = record.numbers + 8 * lane * record.steps
     count = min(np.int64(load(lane_at + 8 * slot, np.int32)) & STEPS, last - oldest) + 1
     for k in range(1, count + 1):
-        store(lane_at + 8 * slot + _LEFT, np.int32(k), np.int32)
+        store(lane_at + 8 * slot + _ROWS_TO_END, np.int32(k), np.int32)
         slot = slot - 1 if slot else record.steps - 1
 
 

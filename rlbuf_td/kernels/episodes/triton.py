@@ -43,6 +43,46 @@ def _ids(row, is_row, id_offset, KIND: tl.constexpr):
     return tl.load(address, mask=is_row, other=0).to(tl.int64)
 
 
+@triton.jit
+def _extents(begins, ended, is_row, position):
+    """Return the place of the last begin up to each row, -1 if there is none, and of the
+    first end from it on, or `_NEVER`."""
+    begin_of = tl.where(begins & is_row, position, -1)[None, :]
+    begin_of = tl.where(position[None, :] <= position[:, None], begin_of, -1)
+    begin = tl.max(begin_of, 1)
+    end_of = tl.where(ended & is_row, position, _NEVER)[None, :]
+    end_of = tl.where(position[None, :] >= position[:, None], end_of, _NEVER)
+    cut_of = tl.where(begins & is_row, position - 1, _NEVER)[None, :]
+    cut_of = tl.where(position[None, :] > position[:, None], cut_of, _NEVER)
+    return begin, tl.minimum(tl.min(end_of, 1), tl.min(cut_of, 1))
+
+
+@triton.jit
+def _stored_before(numbers, first, tail, steps):
+    """Return how many rows of its episode are stored before the row ``first``, if the
+    episode has not ended."""
+    newest = numbers + 2 * ((first + steps - 1) % steps)
+    has_rows = first > tail
+    back = tl.load(newest, mask=has_rows, other=0).to(tl.int64) & _STEPS
+    return tl.where(has_rows, back + 1, 0)
+
+
+@triton.jit
+def _close(numbers, start, begins, end, stored, steps, ROWS: tl.constexpr):
+    """Write ``rows_to_end`` of the ``stored`` rows before the serial ``start``, if their
+    episode ends before the row at that serial, or in its block."""
+    position = tl.arange(0, ROWS).to(tl.int64)
+    begins_anew = tl.max(tl.where(position == 0, begins.to(tl.int32), 0), 0) > 0
+    closing = tl.min(tl.where(position == 0, end, _NEVER), 0)
+    closing = tl.where(begins_anew, -1, closing)
+    stored = tl.where(closing < _NEVER, stored, 0)
+    for ago in range(1, stored + 1, ROWS):
+        slot_before = (start - ago - position) % steps
+        is_before = ago + position <= stored
+        rows_to_end = closing + ago + position + 1
+        tl.store(numbers + 2 * slot_before + 1, rows_to_end, mask=is_before)
+
+
 @triton.jit(do_not_specialize=_CHANGING)
 def _note(
     numbers,
@@ -70,14 +110,12 @@ def _note(
     width = lanes * row_bytes
     back, traj_id = tl.load(following + lane), tl.load(following + lanes + lane)
     back = tl.where(is_cut, _MOST, back)
-    # the stored rows before in the newest episode
-    has_rows = (first > tail) & (written > first) & (back != 0)
-    newest = numbers + 2 * ((first + steps - 1) % steps)
-    stored = (tl.load(newest, mask=has_rows, other=0).to(tl.int64) & _STEPS) + 1
-    stored = tl.where(has_rows, stored, 0)
+    # the rows before in the newest episode, stored or not
+    stored = tl.where(back != 0, _stored_before(numbers, first, tail, steps), 0)
     for start in range(first, written, ROWS):
         serial = start + position
         is_row, slot = serial < written, serial % steps
+        is_newest = serial == tl.minimum(start + ROWS, written) - 1
         row = rows + slot * width
         ended = _ends(row, is_row, flags, flag_count)
         row_before = rows + (serial + steps - 1) % steps * width
@@ -88,40 +126,22 @@ def _note(
             id_before = _ids(row_before, has_before, id_offset, KIND)
             is_other = tl.where(position > 0, own_id != id_before, own_id != traj_id)
             begins |= is_other & ~(is_cut & (serial == first))
-            is_newest = serial == tl.minimum(start + ROWS, written) - 1
             traj_id = tl.sum(tl.where(is_newest, own_id, 0), 0)
         begins |= (position == 0) & (back <= 0)
 
-        # the last begin up to each row, the first end from it on
-        begin_of = tl.where(begins & is_row, position, -1)[None, :]
-        begin_of = tl.where(position[None, :] <= position[:, None], begin_of, -1)
-        begin = tl.max(begin_of, 1)
-        end_of = tl.where(ended & is_row, position, _NEVER)[None, :]
-        end_of = tl.where(position[None, :] >= position[:, None], end_of, _NEVER)
-        cut_of = tl.where(begins & is_row, position - 1, _NEVER)[None, :]
-        cut_of = tl.where(position[None, :] > position[:, None], cut_of, _NEVER)
-        end = tl.minimum(tl.min(end_of, 1), tl.min(cut_of, 1))
+        begin, end = _extents(begins, ended, is_row, position)
         since = tl.minimum(
             tl.where(begin < 0, back + position, position - begin), _MOST
         )
-        left = tl.where(end < _NEVER, end - position + 1, 0)
+        rows_to_end = tl.where(end < _NEVER, end - position + 1, 0)
         is_break = (position == 0) & (back < 0)
         tl.store(numbers + 2 * slot, tl.where(is_break, _BREAK, since), mask=is_row)
-        tl.store(numbers + 2 * slot + 1, left, mask=is_row)
+        tl.store(numbers + 2 * slot + 1, rows_to_end, mask=is_row)
 
-        # the rows before, of the episode that ends here
-        begins_anew = tl.max(tl.where(position == 0, begins.to(tl.int32), 0), 0) > 0
-        closing = tl.min(tl.where(position == 0, end, _NEVER), 0)
-        closing = tl.where(begins_anew, -1, closing)
-        stored = tl.where(closing < _NEVER, tl.minimum(stored, start - tail), 0)
-        for ago in range(1, stored + 1, ROWS):
-            slot_before = (start - ago - position) % steps
-            is_before = ago + position <= stored
-            left = closing + ago + position + 1
-            tl.store(numbers + 2 * slot_before + 1, left, mask=is_before)
+        stored = tl.minimum(stored, start - tail)
+        _close(numbers, start, begins, end, stored, steps, ROWS)
         tl.debug_barrier()  # other threads may write to these rows next
 
-        is_newest = serial == tl.minimum(start + ROWS, written) - 1
         is_over = tl.max(tl.where(is_newest, ended.to(tl.int32), 0), 0) > 0
         back = tl.max(tl.where(is_newest, since, 0), 0) + 1
         back = tl.where(is_over, 0, tl.minimum(back, _MOST))

@@ -135,14 +135,14 @@ _ENDS = 3
 
 
 @inlined
-def _following(group, chunk):
+def _next_chunk(group, chunk):
     """Return the chunk after a chunk in the ring of its lane."""
     return np.int64(load(group.following + 4 * chunk, np.int32))
 
 
 @inlined
-def _set_following(group, chunk, following):
-    store(group.following + 4 * chunk, np.int32(following), np.int32)
+def _set_next_chunk(group, chunk, next_chunk):
+    store(group.following + 4 * chunk, np.int32(next_chunk), np.int32)
 
 
 @inlined
@@ -150,7 +150,7 @@ def _enter_chunk(group, newest, oldest):
     """Return the chunk after the one whose last entry is ``newest``; a new one if the
     next in the ring is live."""
     last = (newest - 1) >> group.bits
-    after = _following(group, last) if newest else np.int64(-1)
+    after = _next_chunk(group, last) if newest else np.int64(-1)
     spare = load(group.counters + _SPARE, np.int64)
     used = load(group.counters + _USED, np.int64)
     is_full = newest == 0 or (oldest != 0 and after == (oldest - 1) >> group.bits)
@@ -159,13 +159,13 @@ def _enter_chunk(group, newest, oldest):
         return max(after, np.int64(0))
     if spare:
         chunk = spare - 1
-        store(group.counters + _SPARE, _following(group, chunk) + 1, np.int64)
+        store(group.counters + _SPARE, _next_chunk(group, chunk) + 1, np.int64)
     else:
         chunk = used
         store(group.counters + _USED, used + 1, np.int64)
-    _set_following(group, chunk, after if newest else chunk)
+    _set_next_chunk(group, chunk, after if newest else chunk)
     if newest:
-        _set_following(group, last, chunk)
+        _set_next_chunk(group, last, chunk)
     return chunk
 
 
@@ -217,10 +217,10 @@ def _link_lane(stored, group, lane, ring, is_live):
             if last < 0:
                 first = chunk
             else:
-                _set_following(group, last, chunk)
+                _set_next_chunk(group, last, chunk)
             last = chunk
     if last >= 0:
-        _set_following(group, last, first)
+        _set_next_chunk(group, last, first)
 
 
 @inlined
@@ -233,7 +233,7 @@ def _list_spare(group, is_live):
     spare = np.int64(-1)
     for chunk in range(used):
         if not is_live[chunk]:
-            _set_following(group, chunk, spare)
+            _set_next_chunk(group, chunk, spare)
             spare = np.int64(chunk)
     store(group.counters + _SPARE, spare + 1, np.int64)
     store(group.counters + _USED, used, np.int64)
@@ -367,7 +367,7 @@ def _expect_ends(group, ends):
     if newest > 0:
         prefetch(_entry(group, newest))
         if newest & ((np.int64(1) << group.bits) - 1) == 0:
-            newest = _following(group, (newest - 1) >> group.bits) << group.bits
+            newest = _next_chunk(group, (newest - 1) >> group.bits) << group.bits
         prefetch_row(_entry(group, newest + 1), min(group.nbytes, 64 * _MOST_LINES))
 
 

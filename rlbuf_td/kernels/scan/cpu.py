@@ -135,13 +135,13 @@ def _columns(rollout, shape, dtype):
 
 
 @_contracted
-def scan(first, carry, found, lanes, steps, features, dtype):
+def scan(terms, carry, sums, lanes, steps, features, dtype):
     """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`."""
     shape = (lanes, steps, features)
     zero = dtype(0)
-    a = carray(pointer(first), shape, dtype)
+    a = carray(pointer(terms), shape, dtype)
     b = carray(pointer(carry), shape, dtype)
-    x = carray(pointer(found), shape, dtype)
+    x = carray(pointer(sums), shape, dtype)
     for i in range(lanes):
         for f in range(features):
             x[i, steps - 1, f] = a[i, steps - 1, f]

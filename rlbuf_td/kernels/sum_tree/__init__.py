@@ -38,15 +38,8 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, Stratification, masses
-from rlbuf_td.kernels.sum_tree.blocks import (
-    BlockUpdate,
-    Run,
-    WeightLaw,
-    block_count,
-    set_blocks_,
-)
+from rlbuf_td.kernels.sum_tree.blocks import block_count, set_blocks_
 
 #: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
 Number: TypeAlias = float | Tensor
@@ -420,47 +413,3 @@ def draw(
     else:
         smallest = total / rows
     return index, (chosen / smallest).pow(-law.beta).to(torch.float32)
-
-
-def launch_draw(
-    tree: SumTree,
-    batch: int,
-    law: Stratification,
-    rows: int,
-    *,
-    generator: torch.Generator | None,
-    serials: Serials | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw as :func:`draw` does, on a GPU, with random numbers of ``generator``.
-
-    Returns:
-        Rows, importance weights, and the serials of the rows; None without ``serials``.
-    """
-    from rlbuf_td.kernels.sum_tree import triton
-
-    flat, weight, stamp = triton.draw(tree, batch, generator, law, rows, serials)
-    if law.norm == BY_BATCH:
-        chosen = tree.weight[flat].to(torch.float64)
-        weight = (chosen / chosen.amin()).pow(-law.beta).to(torch.float32)
-    return flat, weight, stamp
-
-
-def launch_enter_(tree: SumTree, run: Run, largest: Tensor, law: WeightLaw) -> None:
-    """Give new rows the magnitude ``largest``, 0-dim float32, on a GPU; ``law.first``
-    if that is below 0."""
-    from rlbuf_td.kernels.sum_tree import triton
-
-    triton.enter_(tree, run, largest, law)
-
-
-def launch_update_(
-    tree: SumTree, update: BlockUpdate, largest: Tensor, law: WeightLaw, *, counts: bool
-) -> Tensor | None:
-    """Update as :func:`update_` does, on a GPU; stale updates are skipped, too.
-
-    If ``counts``, magnitudes can increase ``largest``, 0-dim float32. Return the number
-    of stale updates, 0-dim; None without stamps.
-    """
-    from rlbuf_td.kernels.sum_tree import triton
-
-    return triton.update_(tree, update, largest, law, counts=counts)

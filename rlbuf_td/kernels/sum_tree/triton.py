@@ -21,7 +21,7 @@ from rlbuf_td.kernels.launches import (
     philox_start,
 )
 from rlbuf_td.kernels.serials import Serials
-from rlbuf_td.kernels.strata import BY_BUFFER, FIRST, Stratification
+from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, FIRST, Stratification
 from rlbuf_td.kernels.sum_tree.blocks import WEIGHTS, BlockUpdate, Run, WeightLaw
 
 _ROWS, _OTHERS = 32, 256  # updates per program, and with how many it compares them
@@ -65,6 +65,40 @@ def _pick(values, mass):
     return tl.max(tl.where(is_before, position, 0), 0)
 
 
+@triton.jit
+def _totals(blocks, blocks_count, lane, BLOCK: tl.constexpr):
+    """Return the sum and the smallest of all weights."""
+    total = tl.zeros((), tl.float64)
+    smallest = tl.zeros((), tl.float64) + _INFINITE
+    for start in range(0, blocks_count, BLOCK):
+        is_block = start + lane < blocks_count
+        total += tl.sum(tl.load(blocks + start + lane, mask=is_block, other=0.0), 0)
+        least = blocks + blocks_count + start + lane
+        least = tl.min(tl.load(least, mask=is_block, other=_INFINITE), 0)
+        smallest = tl.minimum(smallest, least)
+    return total, smallest
+
+
+@triton.jit
+def _block_at(blocks, blocks_count, mass, lane, BLOCK: tl.constexpr):
+    """Return the block of weights at a cumulative weight, and what remains of the
+    cumulative weight in this block."""
+    here, before = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
+    rest = mass
+    for start in range(0, blocks_count, BLOCK):
+        is_block = start + lane < blocks_count
+        part = tl.sum(tl.load(blocks + start + lane, mask=is_block, other=0.0), 0)
+        is_here = (part > 0) & (before <= mass)
+        here = tl.where(is_here, start, here)
+        rest = tl.where(is_here, mass - before, rest)
+        before += part
+    is_block = here + lane < blocks_count
+    sums = tl.load(blocks + here + lane, mask=is_block, other=0.0)
+    block = _pick(sums, rest)
+    rest -= tl.sum(tl.where(lane < block, sums, 0.0), 0)
+    return here + block, rest
+
+
 @triton.jit(do_not_specialize=_CHANGING)
 def _draw(
     weight,
@@ -88,34 +122,15 @@ def _draw(
     BLOCK: tl.constexpr,
 ):
     draw, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    total = tl.zeros((), tl.float64)
-    smallest = tl.zeros((), tl.float64) + _INFINITE
-    for start in range(0, blocks_count, BLOCK):
-        is_block = start + lane < blocks_count
-        total += tl.sum(tl.load(blocks + start + lane, mask=is_block, other=0.0), 0)
-        least = blocks + blocks_count + start + lane
-        least = tl.min(tl.load(least, mask=is_block, other=_INFINITE), 0)
-        smallest = tl.minimum(smallest, least)
+    total, smallest = _totals(blocks, blocks_count, lane, BLOCK)
     uniform = uniform_number(seed, first + draw)
     mass = uniform * total
     if step > 0:  # stratified, see ``strata.masses``
         begin = (uniform_number(seed, first) * _FIRST).to(tl.int64)
         segment = (begin + draw * step) % batch
         mass = (segment.to(tl.float64) + uniform) * (total / batch.to(tl.float64))
-    here, before = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
-    rest = mass
-    for start in range(0, blocks_count, BLOCK):
-        is_block = start + lane < blocks_count
-        part = tl.sum(tl.load(blocks + start + lane, mask=is_block, other=0.0), 0)
-        is_here = (part > 0) & (before <= mass)
-        here = tl.where(is_here, start, here)
-        rest = tl.where(is_here, mass - before, rest)
-        before += part
-    is_block = here + lane < blocks_count
-    sums = tl.load(blocks + here + lane, mask=is_block, other=0.0)
-    block = _pick(sums, rest)
-    rest -= tl.sum(tl.where(lane < block, sums, 0.0), 0)
-    start = (here + block).to(tl.int64) * BLOCK
+    block, rest = _block_at(blocks, blocks_count, mass, lane, BLOCK)
+    start = block.to(tl.int64) * BLOCK
     is_weight = start + lane < size
     weights = tl.load(weight + start + lane, mask=is_weight, other=0.0)
     weights = weights.to(tl.float64)
@@ -138,10 +153,11 @@ def draw(
     rows: int,
     serials: Serials | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw rows, and compute their importance weights and stamps, in one launch.
+    """Draw as ``sum_tree.draw`` does, with random numbers of ``generator``, in one
+    launch.
 
-    See ``sum_tree.draw``; with the norm ``"batch"``, the caller must divide by the
-    largest importance weight. Without ``serials``, there are no stamps.
+    Returns:
+        Rows, importance weights, and the serials of the rows; None without ``serials``.
     """
     device = tree.weight.device
     flat = torch.empty(batch, dtype=torch.int64, device=device)
@@ -161,6 +177,9 @@ def draw(
             IS_STAMPED=stamp is not None,
             BLOCK=WEIGHTS,
         )
+    if law.norm == BY_BATCH:
+        chosen = tree.weight[flat].to(torch.float64)
+        importance = (chosen / chosen.amin()).pow(-law.beta).to(torch.float32)
     return flat, importance, stamp
 
 
@@ -308,11 +327,11 @@ def _sum(
 def update_(
     tree: Any, update: BlockUpdate, largest: Tensor, law: WeightLaw, *, counts: bool
 ) -> Tensor | None:
-    """Set the weights of rows in two launches; return the number of stale updates, 0-dim
-    (None without stamps).
+    """Update as ``sum_tree.update_`` does, in two launches; stale updates are skipped,
+    too.
 
-    See ``sum_tree.update_``. If ``counts``, magnitudes can increase ``largest``, 0-dim
-    float32.
+    If ``counts``, magnitudes can increase ``largest``, 0-dim float32. Return the number
+    of stale updates, 0-dim; None without stamps.
     """
     index, td_error, stamp, rows, serials = update
     count = index.shape[0]

@@ -16,13 +16,9 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Spans
 from rlbuf_td.kernels.host_memory import address_of, addresses_of, to_device
-from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers.records import (
     Expanded,
     GoalDistribution,
-    Goals,
-    Rewards,
-    Sums,
     WindowShape,
 )
 
@@ -38,7 +34,7 @@ def choose_goals(
 
     The steps are 0 for rows that keep their goal, or get that of a ``random`` row.
     """
-    back, ahead, ended, _ = spans
+    back, ahead, ended = spans
     strategy = torch.full_like(back, len(STRATEGIES))
     where = torch.zeros_like(uniform)
     for number, (begin, end) in reversed(
@@ -66,29 +62,6 @@ def choose_goals(
     return torch.where(mask & (strategy < 3), steps, 0), mask
 
 
-def launch_relabel_(
-    goals: Goals,
-    drawn: Tensor,
-    owner: Tensor | None,
-    numbers: Tensor,
-    serials: Serials,
-    *,
-    distribution: GoalDistribution,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Choose goals as :func:`choose_goals` does, for the rows ``drawn``, ``[n]``, and
-    copy them, in one launch on a GPU; return a mask of the rows that get one, ``[B]``.
-
-    Row ``i`` of the batch has the goal of the drawn row ``owner[i]``, or ``i`` if
-    ``owner`` is None. ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
-    """
-    from rlbuf_td.kernels.wrappers import triton
-
-    return triton.relabel_(
-        goals, drawn, owner, numbers, serials, distribution, generator
-    )
-
-
 def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
     """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps.
 
@@ -103,25 +76,6 @@ def n_step_sums(reward: Tensor, ahead: Tensor, gamma: float) -> Tensor:
     terms = reward.to(torch.float64) * powers.view(as_rewards)
     terms = terms.masked_fill(beyond.view(*beyond.shape, *as_rewards[2:]), 0.0)
     return terms.cumsum(1)[:, -1].to(reward.dtype)
-
-
-def launch_sums(
-    rewards: Rewards,
-    cells: Tensor,
-    numbers: Tensor,
-    serials: Serials,
-    *,
-    n: int,
-    gamma: float,
-) -> Sums:
-    """Write the sums of the rewards of at most ``n`` rows from each cell on, within its
-    episode, in one launch on a GPU.
-
-    ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
-    """
-    from rlbuf_td.kernels.wrappers import triton
-
-    return triton.sum_steps(rewards, cells, numbers, serials, n, gamma)
 
 
 def expand(
@@ -167,24 +121,6 @@ def expand(
         first=first.flatten(),
         last=last.flatten(),
     )
-
-
-def launch_expand(
-    anchors: Tensor,
-    numbers: Tensor,
-    serials: Serials,
-    shape: WindowShape,
-    *,
-    has_pairs: bool,
-) -> Expanded:
-    """Return the rows of the window around each anchor, in one launch on a GPU.
-
-    If ``has_pairs``, each row has the slot and the lane of its anchor. ``numbers`` are
-    those of :mod:`rlbuf_td.kernels.episodes`.
-    """
-    from rlbuf_td.kernels.wrappers import triton
-
-    return triton.expand(anchors, numbers, serials, shape, has_pairs=has_pairs)
 
 
 class Windows(NamedTuple):

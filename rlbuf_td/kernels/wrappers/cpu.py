@@ -119,7 +119,7 @@ def _reward_at(rewards, cell):
 
 
 @inlined
-def following(numbers, cell):
+def next_row(numbers, cell):
     """Return the row one time step after row ``cell``, in the ring of its lane."""
     cell = cell + numbers.lanes
     cells = numbers.steps * numbers.lanes
@@ -144,13 +144,39 @@ def put_sum(target, rewards, numbers, cell, count, gamma):
     total = 0.0 + _reward_at(rewards, cell)
     discount = 1.0
     for _ in range(1, count):
-        cell = following(numbers, cell)
+        cell = next_row(numbers, cell)
         discount *= gamma
         total += discount * _reward_at(rewards, cell)
     if rewards.is_double:
         store(target, total, np.float64)
     else:
         store(target, np.float32(total), np.float32)
+
+
+@inlined
+def _put_joined(batch, targets, numbers, i, cells, sums):
+    """Write row ``i`` of a batch of n-step transitions.
+
+    ``cells`` are the first and the last row; ``sums`` is the number of its rewards, and
+    the discount.
+    """
+    first, last = cells
+    leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
+    for leaf in range(batch.leaves):
+        offset = leaves[leaf, 0]
+        width = leaves[leaf, 1]
+        kind = leaves[leaf, 2]
+        size = leaves[leaf, 3]
+        target = load(targets + 8 * leaf, np.int64) + i * width
+        column = batch.rows + offset
+        if kind != REWARD:
+            row = first if kind == ROOT else last
+            copy_few(target, column + row * batch.row_bytes, width)
+            continue
+        length, gamma = sums
+        for part in range(0, width, size):
+            rewards = Rewards(column + part, batch.row_bytes, size == 8)
+            put_sum(target + part, rewards, numbers, first, length, gamma)
 
 
 @kernel
@@ -161,8 +187,6 @@ def n_step(episodes, address, flat, targets, steps, live):
     joined = carray(pointer(steps), 1, STEPS)[0]
     taken, n, gamma = joined.taken, joined.n, joined.gamma
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
-    leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
-    out = carray(pointer(targets), batch.leaves, np.int64)
     first = carray(pointer(flat), count, np.int64)
     end = carray(pointer(joined.ends), count, np.int64)
     if not are_written(first, live):
@@ -176,28 +200,12 @@ def n_step(episodes, address, flat, targets, steps, live):
             store(taken + 8 * begun, length, np.int64)
             for _ in range(length):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
-                cell = following(numbers, cell)
+                cell = next_row(numbers, cell)
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell = first[i]
-        length = load(taken + 8 * i, np.int64)
-        for leaf in range(batch.leaves):
-            offset = leaves[leaf, 0]
-            width = leaves[leaf, 1]
-            kind = leaves[leaf, 2]
-            size = leaves[leaf, 3]
-            target = out[leaf] + i * width
-            if kind != REWARD:
-                copy_few(
-                    target,
-                    rows + (cell if kind == ROOT else end[i]) * row_bytes + offset,
-                    width,
-                )
-                continue
-            for part in range(0, width, size):
-                rewards = Rewards(rows + offset + part, row_bytes, size == 8)
-                put_sum(target + part, rewards, numbers, cell, length, gamma)
+        sums = load(taken + 8 * i, np.int64), gamma
+        _put_joined(batch, targets, numbers, i, (first[i], end[i]), sums)
     put_report(batch, first, targets, 0, len(first))
     return True
 
@@ -322,6 +330,23 @@ def _windows_at(address):
     return carray(pointer(address), 1, WINDOWS)[0]
 
 
+@inlined
+def _put_masks(windows, targets, window, position, bounds):
+    """Write the masks and the weight of the row at ``position`` in window number
+    ``window``; ``bounds`` are the places of the first and the last row of the
+    trajectory."""
+    row = window * (windows.burn_in + windows.length) + position
+    mask = load(targets + 8 * windows.mask, np.int64)
+    burn_in_mask = load(targets + 8 * windows.burn_in_mask, np.int64)
+    is_real = bounds[0] <= position <= bounds[1]
+    store(mask + row, is_real, np.bool_)
+    store(burn_in_mask + row, position < windows.burn_in, np.bool_)
+    if windows.weight:
+        weight = load(windows.weight + 4 * window, np.float32)
+        target = load(targets + 8 * windows.priority_weight, np.int64)
+        store(target + 4 * row, weight, np.float32)
+
+
 @kernel
 def expand(episodes, windows, anchors, flat, targets, lanes, live):
     """Write the rows of the window around each row at address ``anchors`` to address
@@ -342,10 +367,7 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     if not are_written(anchor, live):
         return False
     bounds = carray(pointer(windows.bounds), (count, 2), np.int64)
-    mask = load(targets + 8 * windows.mask, np.int64)
-    burn_in_mask = load(targets + 8 * windows.burn_in_mask, np.int64)
     index = load(targets + 8 * windows.anchor_index, np.int64)
-    weight = load(targets + 8 * windows.priority_weight, np.int64)
     for i in range(min(_SOON, count)):
         expect(numbers, anchor[i])
     for i in range(count):
@@ -364,14 +386,7 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
                 t - shift - burn_in + min(max(j, first), past)
             ) % numbers.steps * numbers.lanes + lane
             store(flat + 8 * row, cell, np.int64)
-            store(mask + row, first <= j <= past, np.bool_)
-            store(burn_in_mask + row, j < burn_in, np.bool_)
-            if windows.weight:
-                store(
-                    weight + 4 * row,
-                    load(windows.weight + 4 * i, np.float32),
-                    np.float32,
-                )
+            _put_masks(windows, targets, i, j, (first, past))
             if lanes:
                 store(index + 16 * row, t, np.int64)
                 store(index + 16 * row + 8, lane, np.int64)

@@ -40,15 +40,15 @@ _LEAST_EXPONENT = tl.constexpr(-1e-8)
 
 @triton.jit
 def _numbers_of(numbers, cell, is_row, tail, written, steps, lanes):
-    """Return the slot and the lane of each row, ``back`` and ``left``, and how many
-    stored rows of its lane are before and after it."""
+    """Return the slot and the lane of each row, ``back`` and ``rows_to_end``, and how
+    many stored rows of its lane are before and after it."""
     slot, lane = cell // lanes, cell % lanes
-    place = numbers + 2 * (lane * steps + slot)
-    back = tl.load(place, mask=is_row, other=0).to(tl.int64) & _STEPS
-    left = tl.load(place + 1, mask=is_row, other=0).to(tl.int64)
+    pair = numbers + 2 * (lane * steps + slot)
+    back = tl.load(pair, mask=is_row, other=0).to(tl.int64) & _STEPS
+    rows_to_end = tl.load(pair + 1, mask=is_row, other=0).to(tl.int64)
     age = (written - 1 - slot) % steps
     age = tl.where(age < 0, age + steps, age)
-    return slot, lane, back, left, written - 1 - tail - age, age
+    return slot, lane, back, rows_to_end, written - 1 - tail - age, age
 
 
 @triton.jit
@@ -83,10 +83,10 @@ def _sum(
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = i < count
     cell = tl.load(cells + i, mask=is_row, other=0)
-    slot, lane, _, left, _, after = _numbers_of(
+    slot, lane, _, rows_to_end, _, after = _numbers_of(
         numbers, cell, is_row, tail, written, steps, lanes
     )
-    last = tl.minimum(tl.where(left > 0, left - 1, after), n - 1)
+    last = tl.minimum(tl.where(rows_to_end > 0, rows_to_end - 1, after), n - 1)
     element = tl.program_id(1)
     is_summed = is_row & (element < elements)
     total, power = tl.zeros((ROWS,), tl.float64), tl.zeros((), tl.float64) + 1.0
@@ -112,7 +112,11 @@ def sum_steps(
     n: int,
     gamma: float,
 ) -> Sums:
-    """See ``wrappers.launch_sums``."""
+    """Write the sums of the rewards of at most ``n`` rows from each cell on, within its
+    episode, in one launch.
+
+    ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
+    """
     rows, offset, total = rewards
     count, elements = len(cells), total[:1].numel()
     ends, taken = torch.empty_like(cells), torch.empty_like(cells)
@@ -156,15 +160,15 @@ def _expand(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     window, is_row = burn_in + length, row < count
-    place = row % window
+    position = row % window
     anchor = tl.load(anchors + row // window, mask=is_row, other=0)
-    slot, lane, back, left, before, after = _numbers_of(
+    slot, lane, back, rows_to_end, before, after = _numbers_of(
         numbers, anchor, is_row, tail, written, steps, lanes
     )
     if not CROSSES:
         before = tl.minimum(back, before)
-        after = tl.where(left > 0, left - 1, after)
-    wanted = place - burn_in
+        after = tl.where(rows_to_end > 0, rows_to_end - 1, after)
+    wanted = position - burn_in
     if SHIFTS:
         wanted -= tl.minimum(tl.maximum(length - 1 - after, 0), before)
     offset = tl.maximum(tl.minimum(wanted, after), -before)
@@ -176,11 +180,11 @@ def _expand(
             numbers, cell, is_row, tail, written, steps, lanes
         )
         begins = begins | (back == 0)
-    ends = (place == window - 1) | (offset == after)
+    ends = (position == window - 1) | (offset == after)
     tl.store(flat + row, cell, mask=is_row)
     tl.store(mask + row, is_real, mask=is_row)
-    tl.store(burn_in_mask + row, place < burn_in, mask=is_row)
-    tl.store(first_rows + row, (place == 0) | (is_real & begins), mask=is_row)
+    tl.store(burn_in_mask + row, position < burn_in, mask=is_row)
+    tl.store(first_rows + row, (position == 0) | (is_real & begins), mask=is_row)
     tl.store(last_rows + row, is_real & ends, mask=is_row)
     if IS_PAIR:
         tl.store(index + 2 * row, slot, mask=is_row)
@@ -197,7 +201,11 @@ def expand(
     *,
     has_pairs: bool,
 ) -> Expanded:
-    """See ``wrappers.launch_expand``."""
+    """Return the rows of the window around each anchor, in one launch.
+
+    If ``has_pairs``, each row has the slot and the lane of its anchor. ``numbers`` are
+    those of :mod:`rlbuf_td.kernels.episodes`.
+    """
     count = len(anchors) * shape.window
     flags = {"dtype": torch.bool, "device": anchors.device}
     flat = anchors.new_empty(count)
@@ -299,15 +307,15 @@ def _relabel(
         number = tl.load(owner + i, mask=is_row, other=0)
     cell = tl.load(drawn + number, mask=is_row, other=0)
     uniform = uniform_number(seed, first + number)
-    slot, lane, back, left, before, after = _numbers_of(
+    slot, lane, back, rows_to_end, before, after = _numbers_of(
         numbers, cell, is_row, tail, written, steps, lanes
     )
     back = tl.minimum(back, before)
-    ahead = tl.where(left > 0, left - 1, after)
+    ahead = tl.where(rows_to_end > 0, rows_to_end - 1, after)
     is_random = uniform >= episode
     is_new = is_row & (uniform < random)
     if ONLY_FINISHED:
-        is_new = is_new & ((left > 0) | is_random)
+        is_new = is_new & ((rows_to_end > 0) | is_random)
     there = _steps_to_goal(uniform, back, ahead, future, final, episode, log_gamma)
     chosen = _cell_after(slot, lane, there, steps, lanes)
     any_row = (_share(uniform, episode, random) * live).to(tl.int64)
@@ -328,7 +336,12 @@ def relabel_(
     distribution: GoalDistribution,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """See ``wrappers.launch_relabel_``."""
+    """Choose goals as ``choose_goals`` does, for the rows ``drawn``, ``[n]``, and copy
+    them, in one launch; return a mask of the rows that get one, ``[B]``.
+
+    Row ``i`` of the batch has the goal of the drawn row ``owner[i]``, or ``i`` if
+    ``owner`` is None. ``numbers`` are those of :mod:`rlbuf_td.kernels.episodes`.
+    """
     rows, offset, leaves, live = goals
     drawn = drawn.contiguous()
     count = len(leaves[0])

@@ -21,6 +21,7 @@ from rlbuf_td.kernels.rows.words import ELSEWHERE, LAST_ROW, ROW, WIDE
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
+from rlbuf_td.storages.writes import as_integers, is_mask
 
 if TYPE_CHECKING:
     from rlbuf_td.kernels.rows.triton import RowWords
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Rows in fewer runs are copied run by run.
 _MOST_RUNS = 4
+_NO_STEP = "position {} is out of range: {} time steps are stored, which rb.extend or rb.add continues"
+_NO_LANE = "lane {} is out of range: there are {} lanes"
 
 
 class Rows(ABC):
@@ -194,15 +197,30 @@ class Rows(ABC):
             steps.shape + self.lanes
         )
 
-    def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat indices of the rows selected by indexing a tensor
-        ``[T, *lanes]`` with ``region``."""
-        cells: Any = 0
-        for dim, size in enumerate(self.shape):
-            coordinate = torch.arange(size, device=self.matrix.device).view(
-                size, *[1] * (len(self.shape) - 1 - dim)
-            )
-            cells = cells * size + coordinate.expand(self.shape)[region]
+    def cells_of(self, index: Any) -> torch.Tensor:
+        """Return the flat indices of the rows that an index of a tensor ``[T, *lanes]``
+        selects: integers in any form, a slice, a mask, or a tuple of them.
+
+        On the CPU, an index out of range raises an IndexError.
+        """
+        device = self.matrix.device
+        if isinstance(index, slice):
+            index = range(*index.indices(self.steps))
+        elif is_mask(index) and index.shape == self.shape:
+            index = torch.as_tensor(index).nonzero(as_tuple=True)
+        parts = index if isinstance(index, tuple) else (index,)
+        integers = [
+            part.to(device) for part in map(as_integers, parts) if part is not None
+        ]
+        are_all = len(integers) == len(parts)
+        if not (are_all and len(parts) in (1, len(self.shape))):
+            cells = torch.arange(self.cells, device=device)
+            return cells.view(self.shape)[index]
+        cells = from_start(integers[0], self.steps, _NO_STEP)
+        if len(parts) < len(self.shape):
+            return self.cells_at(cells)
+        for lane, size in zip(integers[1:], self.lanes, strict=True):
+            cells = cells * size + from_start(lane, size, _NO_LANE)
         return cells
 
     # -- state: saved rows are the first time steps of a matrix and, if deduplicated,
@@ -301,7 +319,9 @@ class PlainRows(Rows):
         # one kernel: leaves are views of one block
         if backend_of(self.matrix) != "numba":
             rows = self.flat.index_select(0, cells.reshape(-1))
-            return self.layout.columns(rows.view(*cells.shape, rows.shape[1]))
+            columns = self.layout.columns(rows.view(*cells.shape, rows.shape[1]))
+            # without what autograd knows: each may be changed in place
+            return [column.data for column in columns]
         leaves = self.layout.blank(cells.shape, self.matrix.device)
         gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
         return leaves
@@ -376,7 +396,7 @@ class PlainRows(Rows):
             self.flat[cells[start] : cells[start] + end - start] = block[start:end]
 
 
-def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
+def from_start(index: torch.Tensor, size: int, error: str) -> torch.Tensor:
     """Convert negative indices, which count from the end; on the CPU, refuse indices
     out of range."""
     if not index.is_cpu:
@@ -385,9 +405,7 @@ def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
         return index
     low, high = int(index.min()), int(index.max())
     if low < -size or high >= size:
-        raise IndexError(
-            f"index {high if high >= size else low} is out of range: {size} have been written"
-        )
+        raise IndexError(error.format(high if high >= size else low, size))
     return torch.where(index < 0, index + size, index) if low < 0 else index
 
 

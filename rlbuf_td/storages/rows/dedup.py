@@ -79,12 +79,7 @@ class DedupRows(Rows):
 
     def at_region(self, index: object) -> TensorDict:
         region = super().at_region(index)
-        # True is a mask
-        is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)
-        if is_step and -self.steps <= index < self.steps:
-            cells = self.cells_at(torch.tensor(index % self.steps, device="cpu"))
-        else:
-            cells = self.cells_of(index)
+        cells = self.cells_of(index)
         for key in self.dedup.deduplicated:
             region.set(key, self.column_at(key, cells))
         return region
