@@ -29,6 +29,7 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 
 from rlbuf_td.buffers import torchrl_data, waiting, writing
 from rlbuf_td.buffers.arguments import (
@@ -42,6 +43,7 @@ from rlbuf_td.buffers.loop_step import LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
     copied,
+    fault_of_lanes,
     has_own,
     refuse_ahead,
     refuse_copies,
@@ -492,10 +494,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
         try:
             storage.reserve(schema)
-        except Exception:
+            return cls(storage=storage, **kwargs)
+        except BaseException:
+            # an error keeps it alive, and it would keep its folder locked
             storage.close()
             raise
-        return cls(storage=storage, **kwargs)
 
     @classmethod
     def from_torchrl(
@@ -579,14 +582,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         try:
             if self._storage.reopened:
                 refuse_writer_of_reopened(self._writer)
-            parts = self._connect()
-            if self.lane_key is not None and (fault := parts.fault_of_lanes):
-                raise TypeError(f"lane_key= {fault}")
+            self._refuse_without_lanes(self._storage, self._writer)
+            self._connect()
             if self.shared or self._storage.shared:
                 self.share()
         except Exception:
             self.parts = None  # pyrefly: ignore [bad-assignment]
-            torchrl_parts.listeners_of(self._storage).remove(self)
+            self._storage.detach(self)
             raise
         return self.parts
 
@@ -1730,7 +1732,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
         Args:
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
+
+        Raises:
+            ShutDown: the buffer has been shut down.
         """
+        self._refuse_shut_down()
         with self._fully_locked(), defer_sigint:
             # This tells all buffers, also this one. First, because without rows, whatever
             # else is left is known to be old.
@@ -2050,7 +2056,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the
                 buffer is unchanged.
+            ShutDown: the buffer has been shut down.
         """
+        self._refuse_shut_down()
         load_buffer(self, path, rows_only=rows_only, transforms=transforms)
 
     def state_dict(self) -> State:
@@ -2067,9 +2075,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         Raises:
             ValueError: the state belongs to another class of storage, sampler or
                 writer, its rows do not fit, or one of its numbers is wrong.
+            ShutDown: the buffer has been shut down.
 
         After an error, the buffer is unchanged.
         """
+        self._refuse_shut_down()
         self._initialize()
         with state_of(self):
             refuse(self, state_dict)
@@ -2181,11 +2191,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """
         self.shutdown()
         parts = self.parts or self._initialize()
-        listeners = torchrl_parts.listeners_of(parts.storage)
-        if self in listeners:
-            listeners.remove(self)
+        parts.storage.detach(self)
         if not any(
-            isinstance(listener, TensorDictReplayBuffer) for listener in listeners
+            isinstance(listener, TorchRLBuffer)
+            for listener in torchrl_parts.listeners_of(parts.storage)
         ):
             parts.storage.close()
 
@@ -2242,9 +2251,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         refuse_unordered(self.sampler, storage, self.writer)
         refuse_stored(self.sampler, storage)
         self._refuse_second_priorities(storage, self.sampler)
+        self._refuse_without_lanes(storage, self.writer)
         with self._fully_locked(), defer_sigint:
             torchrl_parts.replace_storage(self._writer, storage)
             previous = super().set_storage(storage, collate_fn)
+            previous.detach(self)
             storage.attach(self)
             torchrl_parts.set_generator(storage, self._rng)
             if isinstance(self._writer, RoundRobinWriter):
@@ -2285,6 +2296,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_writer(writer, self.storage, self)
+        self._refuse_without_lanes(self.storage, writer)
         old = type(self.writer).__name__
         had_no_order = torchrl_parts.loses_order(self.writer) and len(self) > 0
         if had_no_order and not torchrl_parts.loses_order(writer):
@@ -2309,6 +2321,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """Let the buffer and all its parts draw from this generator; None: from torch's
         default one."""
         super().set_rng(generator)
+
+    def _refuse_without_lanes(self, storage: PackedStorage, writer: Writer) -> None:
+        """Raise a TypeError if there is a ``lane_key``, and single lanes cannot be
+        written."""
+        fault = fault_of_lanes(storage, writer)
+        if self.lane_key is not None and fault:
+            raise TypeError(f"lane_key= {fault}")
 
     def _refuse_if_shared(self, part: str) -> None:
         if self.storage.shared:

@@ -114,7 +114,7 @@ _PARTS = (
 _STATE_FILE = "storage.pt"
 _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
-_NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
+_NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan", "_clean_up"))
 
 
 class PackedStorage(LazyTensorStorage):
@@ -245,6 +245,8 @@ class PackedStorage(LazyTensorStorage):
     reopened = False  # whether an earlier process has left rows
     is_closed = False  # whether :meth:`close` has released the rows
     episodes: Episodes | None = None  # of rows with flags or ids that end episodes
+    # deletes the file of the rows, see `auto_cleanup`
+    _clean_up: Callable[[], object] = staticmethod(lambda: None)
     # whether a writer may compute entries when rows are read, see :meth:`complete`
     has_estimates = False
     # how rows are written; None: the next write chooses
@@ -1324,7 +1326,11 @@ class PackedStorage(LazyTensorStorage):
             if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
             if self.auto_cleanup and folder is not None:
-                weakref.finalize(self, delete_rows_file, folder, os.getpid())
+                self._clean_up()  # files of rows before these
+                path = folder / ROWS_FILE
+                self._clean_up = weakref.finalize(
+                    self, delete_rows_file, path, path.stat().st_ino, os.getpid()
+                )
             return self._rows_in(memory, layout, shape, dedup)
 
     def map_rows(
@@ -1423,12 +1429,13 @@ class PackedStorage(LazyTensorStorage):
         ``scratch_dir``.
 
         Later reads and writes raise a RuntimeError. Views of the rows that were made
-        before stay valid.
+        before stay valid. With ``auto_cleanup``, the file of the rows is deleted.
         """
         with defer_sigint:
             with self.lock:
                 shared, self.is_closed = self.shared_rows, True
                 self._begin()
+            self._clean_up()
             if shared is not None:
                 shared.close()
 
@@ -1468,6 +1475,12 @@ class PackedStorage(LazyTensorStorage):
         """Tell a buffer, or another object, of each write from now on."""
         super().attach(buffer)
         self.epoch += 1  # plans check the writers of all buffers
+
+    def detach(self, buffer: Any) -> None:
+        """Tell a buffer, or another object, of no further write."""
+        listeners = listeners_of(self)
+        if buffer in listeners:
+            listeners.remove(buffer)
 
     def _empty(self) -> None:
         with self.lock, defer_sigint:
@@ -1791,9 +1804,11 @@ class PackedStorage(LazyTensorStorage):
         copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | dict.fromkeys(
+            shared = vars(self) | dict.fromkeys(
                 ("_rng", "live", "rows", "_ring", "episodes", "write_plan")
             )
+            shared.pop("_clean_up", None)  # this process deletes the file
+            return shared
         kept = {
             name: value for name, value in vars(self).items() if name not in _NOT_COPIED
         }
