@@ -1079,8 +1079,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         "same_kind" casts, such as float64 to the float32 of the rows, are allowed
         unless they change a whole number. So are casts that change no number, such as
         from 0 and 1 to bool. In a buffer without :meth:`from_env`, the first step fixes
-        dtypes and shapes. Rewards and Python floats are then float32, but lists of
-        floats are float64, as NumPy makes them: give float32 arrays.
+        dtypes and shapes. Rewards are then float32; Python floats, and lists of them,
+        have torch's default dtype, as in ``torch.tensor``.
 
         Args:
             observation: the observation before the step: an array, a number or a
