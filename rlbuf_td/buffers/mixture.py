@@ -40,7 +40,7 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import State, as_number, fraction, whole
+from rlbuf_td.storages.checks import State, as_number, fraction, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
@@ -141,7 +141,7 @@ class ReplayBufferMixture:
         refuse_members(members, shares, writes_to)
         self.members = dict(members)
         self.sampler = Shares({name: shares[name] for name in members})
-        self.batch_size = batch_size
+        self.batch_size = optional(whole(1))("batch_size", batch_size)
         self.exact = bool(exact)
         self.writes_to = writes_to
         self._rng = generator

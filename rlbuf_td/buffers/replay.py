@@ -94,7 +94,6 @@ from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import (
     State,
-    number,
     require,
     require_packed,
     shown_kind,
@@ -289,6 +288,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             refuse_class(name, kwargs.get(name))
         if stats is not None and not isinstance(stats, EpisodeStats):
             raise TypeError(f"stats= takes an EpisodeStats, got {shown_kind(stats)}")
+        if kwargs.get("batch_size") is not None:
+            kwargs["batch_size"] = whole(0)("batch_size", kwargs["batch_size"])
         self.parts: Parts = None  # pyrefly: ignore [bad-assignment]  # until initialized
         # the name ``stats`` is a method of TorchRL's buffers
         self.episode_stats = stats
@@ -706,8 +707,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 its ``is_set()`` returns True.
 
         Raises:
-            ValueError: the batch size is negative or no whole number; or the batch
-                would be waited for forever, because the storage is too small for it.
+            ValueError: the batch size is negative or no whole number, ``timeout`` is
+                negative or NaN; or the batch would be waited for forever, because the
+                storage is too small for it.
             RuntimeError: no batch size is given, or the wait was cancelled. Without
                 ``wait``, also: the buffer is empty, or flow control does not admit the
                 batch.
@@ -828,10 +830,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         threads or processes.
         """
         size = None if min_items is None else whole(1)("min_items", min_items)
-        if timeout is not None and not number("timeout", timeout) >= 0:
-            raise ValueError(
-                f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}"
-            )
+        timeout = waiting.seconds(timeout)
 
         def can_sample() -> bool:
             self._refuse_shut_down()
@@ -1889,8 +1888,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             flat: return ``[n * E]``, in time order, instead of ``[n, E]``.
 
         Raises:
-            ValueError: ``n`` is below 1, or above the number of time steps that each
-                lane has; or ``n`` is ``None`` and lanes have unlike numbers of time
+            ValueError: ``n`` is no whole number, is below 1, or above the number of time
+                steps that each lane has; or ``n`` is ``None`` and lanes have unlike numbers of time
                 steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
@@ -1937,7 +1936,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 raise ValueError(
                     f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}"
                 )
-            if n is not None and not 1 <= n <= least:
+            if n is not None and not 1 <= whole(0)("n", n) <= least:
                 where = " in a lane" if least < most else ""
                 raise ValueError(
                     f"cannot return the last {n} time steps: {least} are stored{where}"

@@ -17,7 +17,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
+from rlbuf_td.buffers.waiting import (
+    PATIENCE,
+    ShutDown,
+    seconds,
+    warn_of_slow_write,
+)
 from rlbuf_td.distributed.batches import Batches, Split, drawn_of, split
 from rlbuf_td.distributed.links import GRACE, RECOVERY, SHUT_DOWN, Links, refuse_late
 from rlbuf_td.distributed.shard import (
@@ -162,7 +167,8 @@ class Client:
             )
         size = whole(1)("batch_size", size)
         self.links.require_open()
-        deadline = inf if timeout is None else time.monotonic() + timeout
+        limit = seconds(timeout)
+        deadline = inf if limit is None else time.monotonic() + limit
         while True:
             admission = self._admit_batch(size, wait, deadline)
             with self._taken_back(admission, sampled=size):
