@@ -2158,8 +2158,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             added |= trajectory_ids(storage.lanes)
         complete = with_missing(schema, added)
         if len(list(walk(complete))) > len(layout.leaves):
-            storage.release()
-            storage.reserve(complete)
+            with defer_sigint:
+                storage.release()
+                storage.reserve(complete)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.

@@ -186,6 +186,10 @@ class Attached:
     def __init__(self, storage: Storage) -> None:
         self._owner: Callable[[], Any] = WeakReference(storage)
 
+    def serves(self, storage: Storage) -> bool:
+        """Whether this object belongs to ``storage``."""
+        return self._owner() is storage
+
     @property
     def storage(self) -> Any:
         """The storage; a ReferenceError if it has been deleted."""

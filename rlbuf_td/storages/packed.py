@@ -1123,9 +1123,10 @@ class PackedStorage(LazyTensorStorage):
             if self.is_reserved and not self.is_reserved_for(data, lead_dims):
                 row = cast("TensorDictBase", data[(0,) * lead_dims])
                 step = row.expand(*self.lanes, *row.batch_size)
-                self.release()
-                self.is_reserved = False
-                self.reserve(step)
+                with defer_sigint:
+                    self.release()
+                    self.is_reserved = False
+                    self.reserve(step)
 
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
         """Raise a SchemaError unless the rows that an earlier process has left have the
@@ -1240,21 +1241,22 @@ class PackedStorage(LazyTensorStorage):
         layout = RowLayout(data, lead_dims)
         self.refuse_layout(layout)
         dedup = DedupLayout.chosen_for(layout, self.dedup_options)
-        if self.is_reserved and (reserved := self.rows) is not None:
+        device = None
+        if data.device is not None and data.device.type != "meta":
+            device = data.device
+        reserved = self.rows if self.is_reserved else None
+        if reserved is not None:
             lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
             refuse_unfit(data, reserved.layout.leaves, lead, allows_more=True)
-            if layout != reserved.layout or dedup != reserved.dedup:
+        with defer_sigint:  # reserved rows alone may tell the number of lanes
+            if reserved is not None and (
+                layout != reserved.layout or dedup != reserved.dedup
+            ):
                 self.release()
-        if self.rows is None:
-            lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
-            device = (
-                None
-                if data.device is None or data.device.type == "meta"
-                else data.device
-            )
-            with defer_sigint:
+            if self.rows is None:
+                lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
                 self.adopt(self.make_rows(layout, lanes, device, dedup))
-        self.is_reserved = False
+            self.is_reserved = False
 
     def refuse_layout(self, layout: RowLayout) -> None:
         """Let each buffer of the storage refuse rows of this layout (SchemaError)
