@@ -4,6 +4,7 @@ others use."""
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlbuf_td import (
     ShutDown,
 )
 from rlbuf_td.storages.memory import ROWS_FILE
+from tests.test_lockstep import forked
 
 ROWS = 8
 SCHEMA = TensorDict({"x": torch.tensor(0)})
@@ -125,6 +127,32 @@ def test_a_file_is_cleaned_up_by_the_storage_that_made_it(
     del rb
     gc.collect()
     assert (tmp_path / ROWS_FILE).exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("call", ["empty", "load_state_dict"])
+def test_batches_drawn_ahead_are_dropped_when_a_process_replaces_the_rows(
+    call: str,
+) -> None:
+    rb: Any = ReplayBuffer(
+        storage=PackedStorage(ROWS, shared=True),
+        batch_size=2,
+        prefetch=3,
+        transform=lambda batch: batch,
+    )
+    rb.extend(rows(50, 2))
+    state = rb.state_dict()
+    rb.empty()
+    rb.extend(rows(0, 5))
+    rb.sample()
+
+    def replace() -> None:
+        rb.empty() if call == "empty" else rb.load_state_dict(state)
+        rb.extend(rows(100, 2))
+
+    assert forked(replace) == 0
+    seen = {x for _ in range(20) for x in rb.sample()["x"].tolist()}
+    assert seen == ({100, 101} if call == "empty" else {50, 51, 100, 101})
 
 
 def test_a_buffer_that_is_deleted_is_not_kept_by_the_writes_of_others() -> None:

@@ -156,6 +156,13 @@ class _StatsRecorder(NamedTuple):
     record: Callable[..., None] | None  # None: rows are counted before the write
 
 
+class Ahead(NamedTuple):
+    """A batch that was drawn ahead."""
+
+    drawn: Drawn
+    written: np.ndarray  # how many rows had been written to each lane, ``[E]``
+
+
 class ReplayBuffer(TensorDictReplayBuffer, Listener):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
@@ -308,8 +315,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             samples_per_insert, min_size, tolerance, kwargs.get("batch_size")
         )
         self.batch_device = None if device is None else usable_device(device)
-        # whether batches were drawn ahead from rows that are gone
-        self._is_outdated = False
         # which needs TorchRL's default
         consumes = kwargs.get("consume_after_n_samples") is not None
         defaults = {
@@ -642,7 +647,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             refuse_copies(parts)
         self.parts = parts
         if self.flow is not None:
-            self.flow.storage = self._storage
+            self.flow.count_from(self._storage)
         if parts.prioritized is not None:
             parts.prioritized.priorities.move_to(parts.storage)
             missing = (
@@ -976,18 +981,23 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         return plan
 
     def _drawn_ahead(self, size: int) -> Drawn:
-        """Return a batch that was drawn ahead and finished."""
+        """Return a batch that was drawn ahead and finished; draw others if all its rows
+        are gone, because any process has replaced them."""
+        sample = super(TensorDictReplayBuffer, self).sample
         with self._futures_lock:
-            if self._is_outdated:
-                self._is_outdated = False
+            ahead: Ahead = sample(size)
+            if self._storage.ring.are_gone(ahead.written):
                 self._clear_prefetch_queue_locked()
-            return super(TensorDictReplayBuffer, self).sample(size)
+                ahead = sample(size)
+        return ahead.drawn
 
-    def _sample(self, batch_size: int) -> Any:
+    def _sample(self, batch_size: int) -> tuple[Ahead, None]:
         """Draw and finish a batch; TorchRL's ``sample`` and its threads call this
         method, and return the first of the pair."""
-        batch, report, _ = self._draw(batch_size)
-        return self._finish(batch, report), None
+        with self._storage.lock:
+            batch, report, _ = self._draw(batch_size)
+            written = self._storage.ring.written.copy()
+        return Ahead(self._finish(batch, report), written), None
 
     def _finish(self, batch: Any, report: Info) -> Drawn:
         """Give a drawn batch and its report the shape and the index of TorchRL's
@@ -1744,8 +1754,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     def _rows_replaced(self, *, are_loaded: bool) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""
-        # a lock of the batches drawn ahead must not be taken within that of the rows
-        self._is_outdated = True
         rows = row_count(self._storage)
         if self.flow is not None:
             self.flow.restart(rows)

@@ -214,8 +214,9 @@ class GymnasiumRecorder(Recorder):
     def _refuse_step(self) -> None:
         """Raise a RuntimeError that says which reset must come before the next step."""
         if self._obs is None or self.is_interrupted:
-            when = "before its first step(), after a step that failed, and after the buffer got other rows"
-            raise RuntimeError(f"call the recorder's reset() {when}")
+            when = "before its first step(), after a step that failed"
+            also = "and after a checkpoint was loaded or the storage was replaced"
+            raise RuntimeError(f"call the recorder's reset() {when}, {also}")
         if self._mode == "Disabled":
             ended = self._ended.nonzero()[0].tolist()
             how = ", with options={'reset_mask': terminated | truncated}"
