@@ -485,6 +485,9 @@ MIXTURES: Table = {
         (lambda mixed: mixed.extend(steps(2)), r"KeyError: name one of \['a', 'b'\], or pass writes_to"),
         *each(lambda mixed, share: setattr(mixed.sampler, "a", share), *(
             (share, "ValueError: a must be between 0 and 1") for share in (1.5, nan))),
+        *each(lambda mixed, columns: mixed.add(*columns), *(
+              (columns, f"TypeError: add takes one TensorDict, got {len(columns)} arguments: add_step takes")
+              for columns in ((zeros(3), zeros(1)), (zeros(3), "a", 0.5), (zeros(3), 1, 0.5, zeros(3))))),
         (lambda mixed: mixed.sampler.other, "AttributeError: a mixture of a, b has no share 'other'"),
         (lambda mixed: setattr(mixed.sampler, "two", 0.5), "AttributeError: a mixture of a, b has no share 'two'"),
         *each(lambda mixed, entries: update(**entries)(mixed),
