@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
@@ -21,12 +21,20 @@ from rlbuf_td import (
     ProportionalSampler,
     ReplayBuffer,
     ReservoirWriter,
+    SchemaError,
     ShutDown,
 )
 from rlbuf_td.storages.memory import ROWS_FILE
 from tests.test_lockstep import forked
 
 ROWS = 8
+
+
+@tensorclass
+class Row:
+    x: torch.Tensor
+
+
 SCHEMA = TensorDict({"x": torch.tensor(0)})
 
 
@@ -153,6 +161,35 @@ def test_batches_drawn_ahead_are_dropped_when_a_process_replaces_the_rows(
     assert forked(replace) == 0
     seen = {x for _ in range(20) for x in rb.sample()["x"].tolist()}
     assert seen == ({100, 101} if call == "empty" else {50, 51, 100, 101})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("is_reserved", [False, True])
+def test_rows_have_one_class_in_all_processes(is_reserved: bool) -> None:
+    first = rows(0, 2)
+    if is_reserved:
+        rb: Any = ReplayBuffer.from_schema(SCHEMA, ROWS, shared=True, batch_size=2)
+        rb.extend(first)
+        other = Row(x=torch.arange(2), batch_size=[2])
+    else:
+        rb = ReplayBuffer(storage=PackedStorage(ROWS, shared=True), batch_size=2)
+        rb.extend(Row(x=torch.arange(2), batch_size=[2]))
+        other = first
+    kind = type(rb.sample())
+    alone: Any = ReplayBuffer(storage=PackedStorage(ROWS))
+    alone.extend(other)
+
+    def replace() -> None:
+        rb.empty()
+        with pytest.raises(SchemaError, match="of another class"):
+            rb.load_state_dict(alone.state_dict())
+        if is_reserved:
+            with pytest.raises(SchemaError, match="are read as TensorDict"):
+                rb.extend(other)
+        rb.extend(first)  # TensorDicts fit all classes
+
+    assert forked(replace) == 0
+    assert type(rb.sample()) is kind
 
 
 def test_a_buffer_that_is_deleted_is_not_kept_by_the_writes_of_others() -> None:

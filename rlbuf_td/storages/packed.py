@@ -1266,9 +1266,10 @@ class PackedStorage(LazyTensorStorage):
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if
-        other rows have another class."""
+        other rows have another class, or other processes know the rows by another
+        one."""
         with self.lock:
-            if not len(self):
+            if not len(self) and not self.is_class_fixed:
                 self.row_class = row_class
             elif row_class != self.row_class:
                 names = [
@@ -1278,6 +1279,12 @@ class PackedStorage(LazyTensorStorage):
                 raise SchemaError(
                     f"cannot write {names[0]}: the rows of this storage are read as {names[1]}"
                 )
+
+    @property
+    def is_class_fixed(self) -> bool:
+        """Whether the rows keep their class also without rows, because other processes
+        have found it with them."""
+        return self.shared and self.rows is not None
 
     def steps_for(self, lanes: torch.Size) -> int:
         """Return T, the slots of each of ``lanes``."""
@@ -1493,7 +1500,8 @@ class PackedStorage(LazyTensorStorage):
         """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
         self.epoch += 1
         self._remove_rows()
-        self.row_class = None
+        if not self.is_class_fixed:
+            self.row_class = None
         self._ring.numbers[REVISION] += 1
 
     def _remove_rows(self) -> None:
