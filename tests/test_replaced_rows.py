@@ -23,6 +23,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td import (
     EpisodeSampler,
     EpisodeStats,
+    ExperienceQueue,
     MinibatchSampler,
     NStepSampler,
     PackedStorage,
@@ -219,6 +220,25 @@ class Flow(Follower):
         assert (report["inserts"], report["samples"]) == (len(kept), 4 * len(kept))
 
 
+class Queue(Follower):
+    """All rows that have replaced others wait to be taken."""
+
+    cls = ExperienceQueue
+    parts = staticmethod(dict)
+
+    def use(self) -> None:
+        self.rb.extend(rows(110, 4))
+        self.rb.sample()
+
+    def check(self, kept: tuple[int, ...]) -> None:
+        assert self.rb.waiting == len(kept)
+
+    def check_written(self, held: set[int]) -> None:
+        assert self.rb.waiting == len(held)
+        taken = [x for _ in range(len(held) // 2) for x in self.rb.sample()["x"]]
+        assert {*map(int, taken)} == held
+
+
 class Theirs(Follower):
     """A buffer of TorchRL's, with our writer."""
 
@@ -272,7 +292,7 @@ class Index(Follower):
 
 FOLLOWERS = (
     *(Prioritized, ByRank, NStep, Minibatch, Chunks, Episodes, Ahead, Flow),
-    *(Theirs, OnlyTheirs, TheirEpochs, Index),
+    *(Queue, Theirs, OnlyTheirs, TheirEpochs, Index),
 )
 
 

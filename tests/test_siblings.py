@@ -4,7 +4,9 @@ a setting of the constructor and one that is set later."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -43,6 +45,7 @@ from tests.backends import forced
 from tests.catalogue import SAMPLERS, assert_same, buffer_of, numbered_rows, reward_fn
 from tests.environments import Walk
 from tests.multi_agent import Council, Meadow
+from tests.test_lockstep import stopped
 
 CAPACITY = 8
 
@@ -322,6 +325,9 @@ LOSSES: dict[str, Callable[[Game], Any]] = {
     "a reset that failed": lambda game: fail(game, "reset"),
     "a step that failed": lambda game: fail(game, "step"),
     "a load": lambda game: game.rb.load_state_dict(game.rb.state_dict()),
+    "another storage": lambda game: game.rb.set_storage(
+        BUFFERS["a new storage"](game.env).storage
+    ),
 }
 
 
@@ -342,6 +348,49 @@ def test_after_a_loss_every_recorder_asks_for_a_reset(name, loss):
     assert game.rb.write_count == before
     game.play(9)
     assert game.rb.write_count > before
+
+
+def go_on(game: Game, steps: int) -> None:
+    """Play on; reset where the recorder asks for it."""
+    for _ in range(steps):
+        try:
+            game.step()
+        except RuntimeError as error:
+            assert "reset" in str(error)  # noqa: PT017  of some steps
+            game.reset()
+
+
+def refuse_joints(game: Game, key: Any) -> None:
+    """Check that each row follows the row before it in its trajectory."""
+    rb = game.rb
+    lanes = [rb[:]]
+    if rb.storage.ndim == 2:
+        lanes = [rb.lane(e).chronological() for e in range(3) if len(rb.lane(e))]
+    for rows in lanes:
+        ids = rows["collector", "traj_ids"]
+        follows = ids[1:] == ids[:-1]
+        assert not rows["next", "done"][:-1][follows].any()
+        assert torch.equal(rows[key][1:][follows], rows["next", key][:-1][follows])
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("gymnasium", "observation"), ("turns", "time")]
+)
+@pytest.mark.parametrize(
+    "every", [37, pytest.param(3, marks=pytest.mark.slow)], ids=str
+)
+def test_rows_of_an_interrupted_recorder_follow_each_other(name, key, every):
+    for line in itertools.count(1, every):
+        game = Game(name, lambda env: ReplayBuffer.from_env(env, 300, batch_size=4))
+        game.play(2)
+        is_done = False
+        with stopped(line, signal.SIGINT):
+            go_on(game, 14)
+            is_done = True
+        go_on(game, 6)
+        refuse_joints(game, key)
+        if is_done:
+            break
 
 
 KEYS: dict[str, list[Any]] = {

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.buffers.waiting import Cancels, ShutDown, attempts
+from rlbuf_td.buffers.waiting import Cancels, ShutDown, attempts, seconds
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.writers import QueueWriter
@@ -58,7 +58,7 @@ class ExperienceQueue(ReplayBuffer):
         TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing
             has changed.
         ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or
-            ``prefetch`` is given, ``timeout`` is negative, or no batch of
+            ``prefetch`` is given, ``timeout`` is negative or NaN, or no batch of
             ``batch_size`` rows fits into the queue or its ``max_age``. A write of no rows raises
             a ValueError, and so does a write or a batch that is larger than the
             capacity, or that could wait forever; nothing has changed.
@@ -92,11 +92,7 @@ class ExperienceQueue(ReplayBuffer):
     ) -> None:
         refused = "min_size", "prefetch", "sampler", "samples_per_insert", "writer"
         _refuse(*(name for name in refused if kwargs.get(name)))
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(
-                f"timeout must be at least 0 seconds, or None, got {timeout}"
-            )
-        self.timeout = timeout
+        self.timeout = seconds(timeout)
         writer = QueueWriter()
         sampler = QueueSampler(writer, max_age=max_age)
         super().__init__(**kwargs | {"writer": writer, "sampler": sampler})
@@ -122,7 +118,9 @@ class ExperienceQueue(ReplayBuffer):
     @property
     def waiting(self) -> int:
         """The number of rows that have not been sampled yet."""
-        return self._initialize().writer.waiting
+        writer = self._initialize().writer
+        with self._replay_lock:  # two numbers, which a write or a sample changes
+            return writer.waiting
 
     def add(self, data: TensorDictBase, *columns: object) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see
@@ -167,9 +165,9 @@ class ExperienceQueue(ReplayBuffer):
         ``wait=False`` raises a TimeoutError if there are too few rows. ``timeout``
         defaults to the queue's ``timeout``.
         """
-        seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
+        limit = (self.timeout if timeout is None else timeout) if wait else 0.0
         draw = partial(super().sample, batch_size, return_info, include_info)
-        return self._once_possible(draw, seconds, batch_size, cancel_event)
+        return self._once_possible(draw, limit, batch_size, cancel_event)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise

@@ -193,10 +193,17 @@ class FlowControl:
         )
         numbers[_EPOCH] += 1
 
+    def count_from(self, storage: PackedStorage) -> None:
+        """Count the rows of a storage when they are published; rows that are there count
+        as those of a :meth:`restart`, unless this object has counted before."""
+        self.storage = storage
+        if not self._numbers[_EPOCH]:
+            self.restart(len(storage.ring))
+
     def agree(self, stored: int) -> None:
-        """Begin to count, or begin again if another process has removed all rows;
-        ``stored`` is the number of rows in the storage."""
-        if not self._numbers[_EPOCH] or (self.inserted and not stored):
+        """Begin again if another process has removed all rows; ``stored`` is the number
+        of rows in the storage."""
+        if self.inserted and not stored:
             self.restart(stored)
 
     @property

@@ -25,7 +25,8 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.permission import Permission
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
+from rlbuf_td.buffers.writing import refuse_columns
+from rlbuf_td.checkpoint.buffer import all_or_nothing, innermost_of, load_part
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
 from rlbuf_td.kernels.dispatch import backend_of, untraced
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -40,9 +41,10 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import State, as_number, fraction, whole
+from rlbuf_td.storages.checks import State, as_number, fraction, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
@@ -141,7 +143,7 @@ class ReplayBufferMixture:
         refuse_members(members, shares, writes_to)
         self.members = dict(members)
         self.sampler = Shares({name: shares[name] for name in members})
-        self.batch_size = batch_size
+        self.batch_size = optional(whole(1))("batch_size", batch_size)
         self.exact = bool(exact)
         self.writes_to = writes_to
         self._rng = generator
@@ -214,10 +216,12 @@ class ReplayBufferMixture:
         return self._written(name).extend(data, lanes=lanes)
 
     def add(
-        self, data: TensorDictBase, name: str | None = None
+        self, data: TensorDictBase, name: str | None = None, *columns: object
     ) -> int | torch.Tensor | None:
         """Write one transition to the member ``name``, default ``writes_to``; see
         :meth:`ReplayBuffer.add`."""
+        if columns or not isinstance(name, str | None):
+            refuse_columns(data, name, *columns)
         return self._written(name).add(data)
 
     def empty(self) -> None:
@@ -919,13 +923,14 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
     for name, member in members.items():
         state = states[name]
         member._initialize()
-        with member._locked():
+        with member._locked(), defer_sigint:
             member.storage.examine(state["_storage"])
-            parts = {
-                "_transforms": member.transform,
-                "_writer": member.writer,
-                "_sampler": member.sampler,
-            }
+            parts = {"_transforms": member.transform, "_writer": member.writer}
+            if hasattr(innermost_of(member.sampler), "snapshot"):
+                # its own copy, because a larger one cannot become smaller again
+                trial_of(member.sampler).load_state_dict(state["_sampler"])
+            else:
+                parts["_sampler"] = member.sampler
             before = {
                 key: copy.deepcopy(part.state_dict()) for key, part in parts.items()
             }
@@ -933,6 +938,15 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
                 with all_or_nothing() as undo:
                     for key, part in parts.items():
                         load_part(part, saved[key], undo)
+
+
+def trial_of(sampler: Any) -> Any:
+    """Return a copy of a sampler that refuses what the sampler refuses."""
+    trial = copy.deepcopy(sampler)
+    prioritized = innermost_of(trial)
+    if isinstance(prioritized, Prioritized):
+        prioritized.priorities.is_shared = innermost_of(sampler).priorities.is_shared
+    return trial
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

@@ -138,11 +138,7 @@ class Parts(NamedTuple):
     @property
     def fault_of_lanes(self) -> str:
         """Why single lanes cannot be written; "" if they can."""
-        if self.storage.ndim != 2:
-            return f"needs a PackedStorage(max_size, ndim=2), this buffer has one with ndim={self.storage.ndim}"
-        if not getattr(self.writer, "appends", False):
-            return f"needs a RingWriter, this buffer has a {type(self.writer).__name__}"
-        return ""
+        return fault_of_lanes(self.storage, self.writer)
 
     def update_of(self, data: TensorDictBase, dims: int, key: NestedKey) -> Update:
         """Return the update of priorities by a batch with ``dims`` batch dims, whose TD
@@ -175,6 +171,15 @@ class Parts(NamedTuple):
         return (
             update if self.wrapper is None else self.wrapper.anchored(entries, update)
         )
+
+
+def fault_of_lanes(storage: PackedStorage, writer: Writer) -> str:
+    """Return why a writer cannot write single lanes of a storage; "" if it can."""
+    if storage.ndim != 2:
+        return f"needs a PackedStorage(max_size, ndim=2), this buffer has one with ndim={storage.ndim}"
+    if not getattr(writer, "appends", False):
+        return f"needs a RingWriter, this buffer has a {type(writer).__name__}"
+    return ""
 
 
 def has_own(sampler: Sampler, method: str, *empty: object) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlbuf_td.buffers.flow import not_now
 from rlbuf_td.storages.indexing import row_count
+from rlbuf_td.storages.lock import defer_sigint
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -46,12 +47,15 @@ class Permission:
             return
         flow.agree(row_count(self.buffer.storage))
         epoch = flow.epoch
-        if not (self._is_possible() and flow.admit_sample(self.rows)):
-            if self.waits and not self._has_waited:
-                flow.count_wait(of_sample=True)
-            self._has_waited = True
-            raise NotAdmitted
-        self._counted_in = epoch
+        is_possible = self._is_possible()
+        with defer_sigint:  # who has counted the rows must know it
+            if is_possible and flow.admit_sample(self.rows):
+                self._counted_in = epoch
+                return
+        if self.waits and not self._has_waited:
+            flow.count_wait(of_sample=True)
+        self._has_waited = True
+        raise NotAdmitted
 
     def _is_possible(self) -> bool:
         """Whether there are rows that could be drawn."""

@@ -29,6 +29,7 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 
 from rlbuf_td.buffers import torchrl_data, waiting, writing
 from rlbuf_td.buffers.arguments import (
@@ -42,6 +43,7 @@ from rlbuf_td.buffers.loop_step import LoopStep
 from rlbuf_td.buffers.parts import (
     Parts,
     copied,
+    fault_of_lanes,
     has_own,
     refuse_ahead,
     refuse_copies,
@@ -92,7 +94,6 @@ from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import (
     State,
-    number,
     require,
     require_packed,
     shown_kind,
@@ -152,6 +153,13 @@ class _StatsRecorder(NamedTuple):
     plan: ref[CompiledWrites]  # weak: a plan holds the rows
     stats: EpisodeStats | None
     record: Callable[..., None] | None  # None: rows are counted before the write
+
+
+class Ahead(NamedTuple):
+    """A batch that was drawn ahead."""
+
+    drawn: Drawn
+    written: np.ndarray  # how many rows had been written to each lane, ``[E]``
 
 
 class ReplayBuffer(TensorDictReplayBuffer, Listener):
@@ -286,6 +294,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             refuse_class(name, kwargs.get(name))
         if stats is not None and not isinstance(stats, EpisodeStats):
             raise TypeError(f"stats= takes an EpisodeStats, got {shown_kind(stats)}")
+        if kwargs.get("batch_size") is not None:
+            kwargs["batch_size"] = whole(0)("batch_size", kwargs["batch_size"])
         self.parts: Parts = None  # pyrefly: ignore [bad-assignment]  # until initialized
         # the name ``stats`` is a method of TorchRL's buffers
         self.episode_stats = stats
@@ -304,8 +314,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             samples_per_insert, min_size, tolerance, kwargs.get("batch_size")
         )
         self.batch_device = None if device is None else usable_device(device)
-        # whether batches were drawn ahead from rows that are gone
-        self._is_outdated = False
         # which needs TorchRL's default
         consumes = kwargs.get("consume_after_n_samples") is not None
         defaults = {
@@ -491,10 +499,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
         try:
             storage.reserve(schema)
-        except Exception:
+            return cls(storage=storage, **kwargs)
+        except BaseException:
+            # an error keeps it alive, and it would keep its folder locked
             storage.close()
             raise
-        return cls(storage=storage, **kwargs)
 
     @classmethod
     def from_torchrl(
@@ -578,14 +587,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         try:
             if self._storage.reopened:
                 refuse_writer_of_reopened(self._writer)
-            parts = self._connect()
-            if self.lane_key is not None and (fault := parts.fault_of_lanes):
-                raise TypeError(f"lane_key= {fault}")
+            self._refuse_without_lanes(self._storage, self._writer)
+            self._connect()
             if self.shared or self._storage.shared:
                 self.share()
         except Exception:
             self.parts = None  # pyrefly: ignore [bad-assignment]
-            torchrl_parts.listeners_of(self._storage).remove(self)
+            self._storage.detach(self)
             raise
         return self.parts
 
@@ -638,7 +646,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             refuse_copies(parts)
         self.parts = parts
         if self.flow is not None:
-            self.flow.storage = self._storage
+            self.flow.count_from(self._storage)
         if parts.prioritized is not None:
             parts.prioritized.priorities.move_to(parts.storage)
             missing = (
@@ -703,8 +711,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 its ``is_set()`` returns True.
 
         Raises:
-            ValueError: the batch size is negative or no whole number; or the batch
-                would be waited for forever, because the storage is too small for it.
+            ValueError: the batch size is negative or no whole number, ``timeout`` is
+                negative or NaN; or the batch would be waited for forever, because the
+                storage is too small for it.
             RuntimeError: no batch size is given, or the wait was cancelled. Without
                 ``wait``, also: the buffer is empty, or flow control does not admit the
                 batch.
@@ -825,10 +834,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         threads or processes.
         """
         size = None if min_items is None else whole(1)("min_items", min_items)
-        if timeout is not None and not number("timeout", timeout) >= 0:
-            raise ValueError(
-                f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}"
-            )
+        timeout = waiting.seconds(timeout)
 
         def can_sample() -> bool:
             self._refuse_shut_down()
@@ -974,18 +980,23 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         return plan
 
     def _drawn_ahead(self, size: int) -> Drawn:
-        """Return a batch that was drawn ahead and finished."""
+        """Return a batch that was drawn ahead and finished; draw others if all its rows
+        are gone, because any process has replaced them."""
+        sample = super(TensorDictReplayBuffer, self).sample
         with self._futures_lock:
-            if self._is_outdated:
-                self._is_outdated = False
+            ahead: Ahead = sample(size)
+            if self._storage.ring.are_gone(ahead.written):
                 self._clear_prefetch_queue_locked()
-            return super(TensorDictReplayBuffer, self).sample(size)
+                ahead = sample(size)
+        return ahead.drawn
 
-    def _sample(self, batch_size: int) -> Any:
+    def _sample(self, batch_size: int) -> tuple[Ahead, None]:
         """Draw and finish a batch; TorchRL's ``sample`` and its threads call this
         method, and return the first of the pair."""
-        batch, report, _ = self._draw(batch_size)
-        return self._finish(batch, report), None
+        with self._storage.lock:
+            batch, report, _ = self._draw(batch_size)
+            written = self._storage.ring.written.copy()
+        return Ahead(self._finish(batch, report), written), None
 
     def _finish(self, batch: Any, report: Info) -> Drawn:
         """Give a drawn batch and its report the shape and the index of TorchRL's
@@ -1076,8 +1087,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         "same_kind" casts, such as float64 to the float32 of the rows, are allowed
         unless they change a whole number. So are casts that change no number, such as
         from 0 and 1 to bool. In a buffer without :meth:`from_env`, the first step fixes
-        dtypes and shapes. Rewards and Python floats are then float32, but lists of
-        floats are float64, as NumPy makes them: give float32 arrays.
+        dtypes and shapes. Rewards are then float32; Python floats, and lists of them,
+        have torch's default dtype, as in ``torch.tensor``.
 
         Args:
             observation: the observation before the step: an array, a number or a
@@ -1729,7 +1740,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
         Args:
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
+
+        Raises:
+            ShutDown: the buffer has been shut down.
         """
+        self._refuse_shut_down()
         with self._fully_locked(), defer_sigint:
             # This tells all buffers, also this one. First, because without rows, whatever
             # else is left is known to be old.
@@ -1738,8 +1753,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
     def _rows_replaced(self, *, are_loaded: bool) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Listener`."""
-        # a lock of the batches drawn ahead must not be taken within that of the rows
-        self._is_outdated = True
         rows = row_count(self._storage)
         if self.flow is not None:
             self.flow.restart(rows)
@@ -1882,8 +1895,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             flat: return ``[n * E]``, in time order, instead of ``[n, E]``.
 
         Raises:
-            ValueError: ``n`` is below 1, or above the number of time steps that each
-                lane has; or ``n`` is ``None`` and lanes have unlike numbers of time
+            ValueError: ``n`` is no whole number, is below 1, or above the number of time
+                steps that each lane has; or ``n`` is ``None`` and lanes have unlike numbers of time
                 steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
@@ -1930,7 +1943,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 raise ValueError(
                     f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}"
                 )
-            if n is not None and not 1 <= n <= least:
+            if n is not None and not 1 <= whole(0)("n", n) <= least:
                 where = " in a lane" if least < most else ""
                 raise ValueError(
                     f"cannot return the last {n} time steps: {least} are stored{where}"
@@ -2049,7 +2062,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the
                 buffer is unchanged.
+            ShutDown: the buffer has been shut down.
         """
+        self._refuse_shut_down()
         load_buffer(self, path, rows_only=rows_only, transforms=transforms)
 
     def state_dict(self) -> State:
@@ -2066,9 +2081,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         Raises:
             ValueError: the state belongs to another class of storage, sampler or
                 writer, its rows do not fit, or one of its numbers is wrong.
+            ShutDown: the buffer has been shut down.
 
         After an error, the buffer is unchanged.
         """
+        self._refuse_shut_down()
         self._initialize()
         with state_of(self):
             refuse(self, state_dict)
@@ -2148,8 +2165,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             added |= trajectory_ids(storage.lanes)
         complete = with_missing(schema, added)
         if len(list(walk(complete))) > len(layout.leaves):
-            storage.release()
-            storage.reserve(complete)
+            with defer_sigint:
+                storage.release()
+                storage.reserve(complete)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.
@@ -2180,11 +2198,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """
         self.shutdown()
         parts = self.parts or self._initialize()
-        listeners = torchrl_parts.listeners_of(parts.storage)
-        if self in listeners:
-            listeners.remove(self)
+        parts.storage.detach(self)
         if not any(
-            isinstance(listener, TensorDictReplayBuffer) for listener in listeners
+            isinstance(listener, TorchRLBuffer)
+            for listener in torchrl_parts.listeners_of(parts.storage)
         ):
             parts.storage.close()
 
@@ -2241,9 +2258,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         refuse_unordered(self.sampler, storage, self.writer)
         refuse_stored(self.sampler, storage)
         self._refuse_second_priorities(storage, self.sampler)
+        self._refuse_without_lanes(storage, self.writer)
         with self._fully_locked(), defer_sigint:
             torchrl_parts.replace_storage(self._writer, storage)
             previous = super().set_storage(storage, collate_fn)
+            previous.detach(self)
             storage.attach(self)
             torchrl_parts.set_generator(storage, self._rng)
             if isinstance(self._writer, RoundRobinWriter):
@@ -2284,6 +2303,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         require("set_writer", writer, Writer)
         self._refuse_if_shared("writer")
         refuse_writer(writer, self.storage, self)
+        self._refuse_without_lanes(self.storage, writer)
         old = type(self.writer).__name__
         had_no_order = torchrl_parts.loses_order(self.writer) and len(self) > 0
         if had_no_order and not torchrl_parts.loses_order(writer):
@@ -2308,6 +2328,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         """Let the buffer and all its parts draw from this generator; None: from torch's
         default one."""
         super().set_rng(generator)
+
+    def _refuse_without_lanes(self, storage: PackedStorage, writer: Writer) -> None:
+        """Raise a TypeError if there is a ``lane_key``, and single lanes cannot be
+        written."""
+        fault = fault_of_lanes(storage, writer)
+        if self.lane_key is not None and fault:
+            raise TypeError(f"lane_key= {fault}")
 
     def _refuse_if_shared(self, part: str) -> None:
         if self.storage.shared:

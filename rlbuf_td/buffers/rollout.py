@@ -18,7 +18,7 @@ from rlbuf_td.functional import explained_variance
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.storages.checks import shown_kind, whole
+from rlbuf_td.storages.checks import optional, shown_kind, whole
 from rlbuf_td.storages.indexing import Info
 from rlbuf_td.writers.estimator import Coefficient, Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -468,10 +468,8 @@ def _refuse_arguments(
 ) -> None:
     """Raise an error if the sizes, the normalization or the parts of a rollout buffer
     do not fit."""
-    if num_steps < 1 or (num_envs is not None and num_envs < 1):
-        raise ValueError(
-            f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}"
-        )
+    whole(1)("num_steps", num_steps)
+    optional(whole(1))("num_envs", num_envs)
     if normalize not in (None, "rollout", "minibatch"):
         raise ValueError(
             f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize!r}"

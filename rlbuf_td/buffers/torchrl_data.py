@@ -30,7 +30,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import are_ragged, coordinates, lanes_of
+from rlbuf_td.storages.indexing import are_ragged, coordinates, lanes_of, row_count
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def import_torchrl(
     _set_priorities(new, cells, priorities)
     if is_folder:
         new.storage.end_load(but=new)
+    if new.flow is not None:  # the rows were brought, as by a load
+        new.flow.restart(row_count(new.storage))
     return new
 
 

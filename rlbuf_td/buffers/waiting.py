@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Protocol
 
+from rlbuf_td.storages.checks import number
+
 # polling interval in seconds; unlike a notification, polling still works if another
 # process dies
 POLL = 0.001
@@ -47,6 +49,21 @@ class Cancels(Protocol):
     def is_set(self) -> bool: ...
 
 
+def seconds(timeout: object) -> float | None:
+    """Return a time limit in seconds; None: there is none.
+
+    Raises a TypeError if it is no number, and a ValueError if it is negative or NaN.
+    """
+    if timeout is None:
+        return None
+    limit = number("timeout", timeout)
+    if not limit >= 0:
+        raise ValueError(
+            f"timeout must be at least 0 seconds, or None, got {timeout!r}"
+        )
+    return limit
+
+
 def warn_of_slow_write(reason: str, stacklevel: int) -> None:
     waited = f"a write has waited for {PATIENCE:g} seconds, and goes on waiting"
     warnings.warn(f"{waited}: {reason}", stacklevel=stacklevel + 1)
@@ -70,6 +87,7 @@ def attempts(
         slow_write: the stack level of the user's write, which warns once if it waits
             for ``PATIENCE`` seconds; 0: none.
     """
+    timeout = seconds(timeout)
     begin = time.monotonic()
     deadline = inf if timeout is None else begin + timeout
     warn_at = begin + PATIENCE if slow_write else inf

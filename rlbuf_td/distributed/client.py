@@ -17,7 +17,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
+from rlbuf_td.buffers.waiting import (
+    PATIENCE,
+    ShutDown,
+    seconds,
+    warn_of_slow_write,
+)
 from rlbuf_td.distributed.batches import Batches, Split, drawn_of, split
 from rlbuf_td.distributed.links import GRACE, RECOVERY, SHUT_DOWN, Links, refuse_late
 from rlbuf_td.distributed.shard import (
@@ -34,6 +39,7 @@ from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.samplers.priorities import Update
+from rlbuf_td.samplers.weight_watch import WeightWatch
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import State, whole
 from rlbuf_td.storages.indexing import one_a_row
@@ -113,6 +119,7 @@ class Client:
         self._abandoned: list[tuple[Any, dict[str, int]]] = []
         # handles and TD errors for the next requests
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []
+        self._weight_watch = WeightWatch()
         self._ready: Batches | None = None
         self._ahead: Draw | None = None
         self.stale = self.retries = 0
@@ -162,13 +169,17 @@ class Client:
             )
         size = whole(1)("batch_size", size)
         self.links.require_open()
-        deadline = inf if timeout is None else time.monotonic() + timeout
+        limit = seconds(timeout)
+        deadline = inf if limit is None else time.monotonic() + limit
         while True:
             admission = self._admit_batch(size, wait, deadline)
             with self._taken_back(admission, sampled=size):
                 batches = self._batches(size, wait, deadline)
                 if batches is not None:
-                    return batches.take(self.beta)
+                    batch = batches.take(self.beta)
+                    if self.spec.norm == "buffer":
+                        self._weight_watch.see(batch["priority_weight"])
+                    return batch
             # The counted rows are lost. Without a restart, writes and batches would
             # wait for each other.
             self._flow.found_empty.remote(*admission, size)
@@ -554,9 +565,14 @@ class Client:
         for shard in self.links.live:
             self.links.arrives(shard, RECOVERY)
 
-    def add(self, data: TensorDictBase) -> None:
+    def add(self, data: TensorDictBase, *columns: object) -> None:
         """Send one time step, ``[]`` (or ``[E]`` if the buffers have ``ndim=2``), as
         :meth:`extend` does."""
+        if columns:
+            raise TypeError(
+                f"add takes one TensorDict, got {1 + len(columns)} arguments: make_transition(...) makes it of the "
+                "columns of a step"
+            )
         self.extend(data.unsqueeze(self.spec.ndim - 1))
 
     def _shard_to_write(self) -> int:

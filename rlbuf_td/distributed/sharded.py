@@ -27,7 +27,7 @@ from rlbuf_td.checkpoint.files import delete_others, is_folder, new_folder
 from rlbuf_td.distributed.client import Admission, Client
 from rlbuf_td.distributed.links import RECOVERY
 from rlbuf_td.distributed.shard import Shard, ShardDump, Spec
-from rlbuf_td.storages.checks import State, whole
+from rlbuf_td.storages.checks import State, optional, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 _STORE = "rlbuf_td"  # the namespace of keys in Ray's key-value store
@@ -247,6 +247,7 @@ class ShardedReplayBuffer(Client):
     ) -> None:
         num_shards = whole(1)("num_shards", num_shards)
         prefetch = whole(0)("prefetch", prefetch)
+        batch_size = optional(whole(1))("batch_size", batch_size)
         spec = Spec.of(make_buffer())
         flow = make_flow(samples_per_insert, min_size, tolerance)
         if not ray.is_initialized():

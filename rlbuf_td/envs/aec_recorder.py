@@ -3,7 +3,8 @@ turns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,7 +112,8 @@ class AECRecorder:
         env = self.env
         if self._goes_on():
             self._refuse_lost()
-            self._end_dead()
+            with self._stopped_if_interrupted():
+                self._end_dead()
         self._is_running = False
         env.reset(seed=seed, options=options)
         for seat in self._seats.values():
@@ -167,11 +169,24 @@ class AECRecorder:
             raise ValueError(f"agent {agent!r} {state}, got {action!r}")
         seat = self._seats.get(agent)
         if seat is not None:
-            seat.end(observation, reward, terminated, truncated)
-            if not is_dead:
-                seat.begin(observation, action, extras)
+            with self._stopped_if_interrupted():
+                seat.end(observation, reward, terminated, truncated)
+                if not is_dead:
+                    seat.begin(observation, action, extras)
         self._is_running = False  # if this step fails, a reset must follow
         env.step(action)
+        self._is_running = True
+
+    @contextmanager
+    def _stopped_if_interrupted(self) -> Iterator[None]:
+        """Let a reset follow if the ``with`` block is interrupted, so that nobody knows
+        which transitions it has stored; after an error, the game goes on."""
+        self._is_running = False
+        try:
+            yield
+        except Exception:
+            self._is_running = True
+            raise
         self._is_running = True
 
     def _goes_on(self) -> bool:

@@ -155,13 +155,14 @@ class GymnasiumRecorder(Recorder):
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         # every lane lacks the step that failed
         are_lost = self._obs is None or self.is_interrupted
-        # if the environment raises an error, another reset must follow
+        # after an error or an interrupt, another reset must follow
         self._obs = None
-        self._obs, info = self.env.reset(seed=seed, options=options)
+        observation, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
         self._has_ended = bool(self._ended.any())
         self._restart(np.ones_like(lanes) if are_lost else lanes)
-        return self._obs, info
+        self._obs = observation
+        return observation, info
 
     def step(
         self, action: object, **extras: object
@@ -183,7 +184,7 @@ class GymnasiumRecorder(Recorder):
             SchemaError: the dtype or shape of an entry differs from its space or from
                 the first step.
         """
-        if self._obs is None or self._has_ended or self._loads != self._numbers.loads:
+        if self._obs is None or self._has_ended or self.is_interrupted:
             self._refuse_step()
         if extras or self._extra_keys or not self._rows:
             self._begin_step(extras)
@@ -205,16 +206,17 @@ class GymnasiumRecorder(Recorder):
             self._fill_infos(info, columns.done & is_reset, acting)
         if acting is None or acting.any():
             self._write(acting)
-        self._obs = observation
         if has_ended or self._has_ended:
             self._end(columns.done, acting)
+        self._obs = observation  # last: an interrupted step asks for a reset
         return result
 
     def _refuse_step(self) -> None:
         """Raise a RuntimeError that says which reset must come before the next step."""
         if self._obs is None or self.is_interrupted:
-            when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
-            raise RuntimeError(f"call the recorder's reset() {when}")
+            when = "before its first step(), after a step that failed"
+            also = "and after a checkpoint was loaded or the storage was replaced"
+            raise RuntimeError(f"call the recorder's reset() {when}, {also}")
         if self._mode == "Disabled":
             ended = self._ended.nonzero()[0].tolist()
             how = ", with options={'reset_mask': terminated | truncated}"

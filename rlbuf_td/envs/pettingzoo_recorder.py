@@ -163,11 +163,13 @@ class PettingZooRecorder(Recorder):
                 f"environments {lost} need a reset, too, because their state is unknown"
             )
         results: list[Any] = [None] * count
-        for e in mask.nonzero()[0].tolist():
+        chosen = mask.nonzero()[0].tolist()
+        for e in chosen:
             self._observed[e] = None
             results[e] = self.envs[e].reset(seed=seeds[e], options=options)
-            self._observed[e] = results[e][0]
         self._restart(mask)
+        for e in chosen:  # after an error or an interrupt, another reset must follow
+            self._observed[e] = results[e][0]
         return results[0] if self._single else results
 
     def _seeds(self, seed: int | Sequence[int] | None) -> Sequence[int | None]:

@@ -314,11 +314,14 @@ class Recorder:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a checkpoint was loaded into the buffer since the last reset."""
-        return self._loads != self._numbers.loads
+        """Whether a checkpoint was loaded into the buffer, or the buffer got another
+        storage, since the last reset."""
+        numbers = self._numbers
+        return self._loads != numbers.loads or not numbers.serves(self.buffer.storage)
 
     def _restart(self, lanes: np.ndarray) -> None:
         """Begin new trajectories in ``lanes``, a mask ``[E]``, after a reset."""
+        self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
         self._loads = self._numbers.loads
         self._begin(lanes)
 

@@ -221,6 +221,8 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
     if isinstance(value, bool | int | float):
         return torch.tensor(value, device="cpu")
     array = as_array(value, (name, *path))
+    if isinstance(value, list) and array.dtype.kind in "fc" and _is_of_numbers(value):
+        return torch.tensor(value, device="cpu")  # in torch's default dtype
     if (
         not array.flags.writeable
         or min(array.strides, default=0) < 0
@@ -237,6 +239,14 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
         raise SchemaError(
             f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them"
         ) from error
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Whether a nested list consists of Python's numbers, not of arrays or NumPy's
+    scalars."""
+    if isinstance(value, list):
+        return all(map(_is_of_numbers, value))
+    return type(value) in (bool, int, float, complex)
 
 
 def parts_of_step(schema: TensorDict, observation_space: Space) -> dict[str, Paths]:

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.envs.specs import OBSERVATION, entries, refuse_taken, tensors_of
+from rlbuf_td.envs.specs import (
+    OBSERVATION,
+    as_array,
+    entries,
+    refuse_taken,
+    tensors_of,
+)
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 
 
@@ -40,7 +46,8 @@ def make_transition(
 
     Observations, actions and extras are arrays, numbers or tensors, or nested dicts and
     tuples of these. The items of a tuple have the keys ``"0"``, ``"1"`` and so on. The
-    result keeps dtypes (except of rewards) and shares memory with tensors and writable
+    result keeps dtypes (except of rewards); Python's floats, and lists of them, have
+    torch's default dtype, as in ``torch.tensor``. It shares memory with tensors and writable
     arrays. A dict observation has its entries at the root; any other observation has
     the key ``"observation"``.
 
@@ -165,8 +172,8 @@ def _reward(value: object, lanes: torch.Size) -> torch.Tensor:
     if reward.is_complex():
         raise SchemaError(f"'reward' must be real, got {reward.dtype}")
     if not (isinstance(value, torch.Tensor) and reward.is_floating_point()):
-        if isinstance(value, float):
-            reward = torch.tensor(value, dtype=torch.float64, device="cpu")
+        if isinstance(value, float | list):  # before it is rounded
+            reward = torch.as_tensor(as_array(value, ("next", "reward")), device="cpu")
         refuse_rounding(
             ("next", "reward"),
             reward,

@@ -8,6 +8,7 @@ cycle, ``del rb`` frees rows and files at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -122,7 +123,8 @@ class Listeners:
     weak references."""
 
     def __init__(self, listeners: Iterable[Any] = ()) -> None:
-        self.changes = 0  # the number of objects that were added or removed
+        # the number of objects that were added, removed or deleted
+        self.changes = 0
         self._listed: list[Any] = []
         for listener in listeners:
             self.append(listener)
@@ -130,9 +132,12 @@ class Listeners:
     def append(self, listener: object) -> None:
         self._listed = [
             *self._existing(),
-            WeakReference(listener) if isinstance(listener, ReplayBuffer) else listener,
+            self._weak(listener) if isinstance(listener, ReplayBuffer) else listener,
         ]
         self.changes += 1
+
+    def _weak(self, buffer: object) -> WeakReference:
+        return WeakReference(buffer, partial(_note_deleted, ref(self)))
 
     def remove(self, listener: object) -> None:
         self._listed = [
@@ -159,6 +164,20 @@ class Listeners:
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_listed": self._existing()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._listed = [
+            self._weak(_referred(entry)) if type(entry) is WeakReference else entry
+            for entry in self._listed
+        ]
+
+
+def _note_deleted(listeners: Callable[[], Listeners | None], _: object) -> None:
+    """Count the deletion of a listed buffer, so that plans of writes do without it."""
+    existing = listeners()
+    if existing is not None:
+        existing.changes += 1
+
 
 def _referred(entry: object) -> Any:
     """Return a listed object; None if it has been deleted."""
@@ -181,6 +200,10 @@ class Attached:
         attached = cls(storage)
         storage.attach(attached)
         return attached
+
+    def serves(self, storage: Storage) -> bool:
+        """Whether this object belongs to ``storage``."""
+        return self._owner() is storage
 
     @property
     def storage(self) -> Any:

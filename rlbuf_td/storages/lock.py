@@ -75,16 +75,21 @@ class ProcessLock:
         # forked: the thread that held the lock is not in this process
         if self._process != os.getpid():
             self._begin(threading.RLock())
-        self.threads.acquire()
-        if self._depth:
-            self._depth += 1
-            return self
+        with self.threads:  # until Ctrl-C is deferred, an interrupt releases it
+            if self._depth:
+                self._depth += 1
+            else:
+                self._take()
+            self.threads.acquire()  # until `__exit__`
+        return self
+
+    def _take(self) -> None:
+        """Take the lock from other processes; the caller holds that of the threads."""
         try:
             fcntl.lockf(self._file.descriptor, fcntl.LOCK_EX)
             defer_sigint.__enter__()
         except BaseException:
             fcntl.lockf(self._file.descriptor, fcntl.LOCK_UN)
-            self.threads.release()
             raise
         self._depth = 1
         inside = self._inside.values
@@ -99,9 +104,9 @@ class ProcessLock:
             # last: a process that dies earlier has changed nothing
             inside[0] = self._process
         except BaseException:
-            self._leave()  # keeps the id in shared memory, if there was one
+            self._let_go()  # keeps the id in shared memory, if there was one
+            defer_sigint.__exit__()
             raise
-        return self
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         if self._depth > 1:
@@ -110,7 +115,9 @@ class ProcessLock:
             return
         if kind is None or self._guarded.is_whole():
             self._inside.values[0] = 0
-        self._leave()
+        self._let_go()
+        self.threads.release()
+        defer_sigint.__exit__()  # last: raises the KeyboardInterrupt that has come
 
     @property
     def turn(self) -> int:
@@ -118,11 +125,9 @@ class ProcessLock:
         holder that died took it."""
         return self._inside[1]
 
-    def _leave(self) -> None:
+    def _let_go(self) -> None:
         self._depth = 0
         fcntl.lockf(self._file.descriptor, fcntl.LOCK_UN)
-        self.threads.release()
-        defer_sigint.__exit__()  # last: raises the KeyboardInterrupt that has come
 
     def __getstate__(self) -> dict[str, object]:
         return {"_file": self._file, "_inside": self._inside, "_guarded": self._guarded}

@@ -207,13 +207,17 @@ class RowsFile(SharedFile):
         self._reserved[section] = reserved + ahead
 
 
-def delete_rows_file(folder: Path, process: int) -> None:
-    """Delete the file of the rows, and its folder if it is empty, at the end of the
-    process that made them."""
-    if os.getpid() == process:
-        (folder / ROWS_FILE).unlink(missing_ok=True)
-        with suppress(OSError):  # not empty
-            folder.rmdir()
+def delete_rows_file(path: Path, inode: int, process: int) -> None:
+    """Delete the file of the rows, and its folder if it is empty, in the process that
+    made them.
+
+    ``inode`` is the number of the file: another storage may have replaced it.
+    """
+    if os.getpid() != process or not path.exists() or path.stat().st_ino != inode:
+        return
+    path.unlink()
+    with suppress(OSError):  # not empty
+        path.parent.rmdir()
 
 
 class HeadFile(SharedFile):

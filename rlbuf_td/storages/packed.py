@@ -119,7 +119,7 @@ _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a Min
 # what an index has whose rows are read as views
 _OF_VIEWS = int, np.integer, slice, EllipsisType, NoneType
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
-_NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
+_NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan", "_clean_up"))
 
 
 class PackedStorage(LazyTensorStorage):
@@ -250,6 +250,8 @@ class PackedStorage(LazyTensorStorage):
     reopened = False  # whether an earlier process has left rows
     is_closed = False  # whether :meth:`close` has released the rows
     episodes: Episodes | None = None  # of rows with flags or ids that end episodes
+    # deletes the file of the rows, see `auto_cleanup`
+    _clean_up: Callable[[], object] = staticmethod(lambda: None)
     # whether a writer may compute entries when rows are read, see :meth:`complete`
     has_estimates = False
     # how rows are written; None: the next write chooses
@@ -1096,9 +1098,10 @@ class PackedStorage(LazyTensorStorage):
             if self.is_reserved and not self.is_reserved_for(data, lead_dims):
                 row = cast("TensorDictBase", data[(0,) * lead_dims])
                 step = row.expand(*self.lanes, *row.batch_size)
-                self.release()
-                self.is_reserved = False
-                self.reserve(step)
+                with defer_sigint:
+                    self.release()
+                    self.is_reserved = False
+                    self.reserve(step)
 
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
         """Raise a SchemaError unless the rows that an earlier process has left have the
@@ -1213,21 +1216,22 @@ class PackedStorage(LazyTensorStorage):
         layout = RowLayout(data, lead_dims)
         self.refuse_layout(layout)
         dedup = DedupLayout.chosen_for(layout, self.dedup_options)
-        if self.is_reserved and (reserved := self.rows) is not None:
+        device = None
+        if data.device is not None and data.device.type != "meta":
+            device = data.device
+        reserved = self.rows if self.is_reserved else None
+        if reserved is not None:
             lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
             refuse_unfit(data, reserved.layout.leaves, lead, allows_more=True)
-            if layout != reserved.layout or dedup != reserved.dedup:
+        with defer_sigint:  # reserved rows alone may tell the number of lanes
+            if reserved is not None and (
+                layout != reserved.layout or dedup != reserved.dedup
+            ):
                 self.release()
-        if self.rows is None:
-            lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
-            device = (
-                None
-                if data.device is None or data.device.type == "meta"
-                else data.device
-            )
-            with defer_sigint:
+            if self.rows is None:
+                lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
                 self.adopt(self.make_rows(layout, lanes, device, dedup))
-        self.is_reserved = False
+            self.is_reserved = False
 
     def refuse_layout(self, layout: RowLayout) -> None:
         """Let each buffer of the storage refuse rows of this layout (SchemaError)
@@ -1237,9 +1241,10 @@ class PackedStorage(LazyTensorStorage):
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if
-        other rows have another class."""
+        other rows have another class, or other processes know the rows by another
+        one."""
         with self.lock:
-            if not len(self):
+            if not len(self) and not self.is_class_fixed:
                 self.row_class = row_class
             elif row_class != self.row_class:
                 names = [
@@ -1249,6 +1254,12 @@ class PackedStorage(LazyTensorStorage):
                 raise SchemaError(
                     f"cannot write {names[0]}: the rows of this storage are read as {names[1]}"
                 )
+
+    @property
+    def is_class_fixed(self) -> bool:
+        """Whether the rows keep their class also without rows, because other processes
+        have found it with them."""
+        return self.shared and self.rows is not None
 
     def steps_for(self, lanes: torch.Size) -> int:
         """Return T, the slots of each of ``lanes``."""
@@ -1299,7 +1310,11 @@ class PackedStorage(LazyTensorStorage):
             if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
             if self.auto_cleanup and folder is not None:
-                weakref.finalize(self, delete_rows_file, folder, os.getpid())
+                self._clean_up()  # files of rows before these
+                path = folder / ROWS_FILE
+                self._clean_up = weakref.finalize(
+                    self, delete_rows_file, path, path.stat().st_ino, os.getpid()
+                )
             return self._rows_in(memory, layout, shape, dedup)
 
     def map_rows(
@@ -1398,12 +1413,13 @@ class PackedStorage(LazyTensorStorage):
         ``scratch_dir``.
 
         Later reads and writes raise a RuntimeError. Views of the rows that were made
-        before stay valid.
+        before stay valid. With ``auto_cleanup``, the file of the rows is deleted.
         """
         with defer_sigint:
             with self.lock:
                 shared, self.is_closed = self.shared_rows, True
                 self._begin()
+            self._clean_up()
             if shared is not None:
                 shared.close()
 
@@ -1444,6 +1460,12 @@ class PackedStorage(LazyTensorStorage):
         super().attach(buffer)
         self.epoch += 1  # plans check the writers of all buffers
 
+    def detach(self, buffer: Any) -> None:
+        """Tell a buffer, or another object, of no further write."""
+        listeners = listeners_of(self)
+        if buffer in listeners:
+            listeners.remove(buffer)
+
     def _empty(self) -> None:
         with self.lock, defer_sigint:
             self.remove_rows()
@@ -1453,7 +1475,8 @@ class PackedStorage(LazyTensorStorage):
         """Remove all rows, and tell nobody, see :meth:`tell_replaced`."""
         self.epoch += 1
         self._remove_rows()
-        self.row_class = None
+        if not self.is_class_fixed:
+            self.row_class = None
         self._ring.numbers[REVISION] += 1
 
     def _remove_rows(self) -> None:
@@ -1766,9 +1789,11 @@ class PackedStorage(LazyTensorStorage):
         copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | dict.fromkeys(
+            shared = vars(self) | dict.fromkeys(
                 ("_rng", "live", "rows", "_ring", "episodes", "write_plan")
             )
+            shared.pop("_clean_up", None)  # this process deletes the file
+            return shared
         kept = {
             name: value for name, value in vars(self).items() if name not in _NOT_COPIED
         }

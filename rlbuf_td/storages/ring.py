@@ -267,6 +267,12 @@ class Ring:
         self.numbers[UNCOUNTED] += rows_written - self.rows_written
         self.numbers[ROWS_WRITTEN] = rows_written
 
+    def count_edits(self, rows: int) -> None:
+        """Count rows that were written in the place of others, or left out, which the
+        write count leaves out."""
+        self.numbers[UNCOUNTED] += rows
+        self.numbers[ROWS_WRITTEN] += rows
+
     def serials_after(self, count: np.ndarray) -> np.ndarray:
         """Return ``tail`` and ``written`` after a write of ``count`` rows of each lane,
         ``[E]``, and ``written`` before it, ``[3, E]``."""
@@ -380,6 +386,11 @@ class Ring:
         ) - 1
         slot = cell if self.lanes == 1 else cell // self.lanes
         return newest - (newest - slot) % self.steps
+
+    def are_gone(self, written: np.ndarray) -> bool:
+        """Return whether no row is live that was when ``written``, ``[E]``, rows had been
+        written to each lane."""
+        return bool((self.tail >= written).all())
 
     def is_live(self, cell: Tensor) -> Tensor:
         return self.serial(cell) >= self.ends_at(cell)[0]

@@ -73,6 +73,10 @@ class SavedRows:
             )
             refuse_foreign(self.dedup, self.matrix, self.entries, ring)
         row_class = loaded(content["row_class"])
+        if storage.is_class_fixed and row_class != storage.row_class:
+            raise SchemaError(
+                "the saved rows are of another class than those that other processes share"
+            )
         self.content = content | {"rows": self.matrix, "row_class": row_class}
 
     def _refuse_others(self, content: State) -> None:

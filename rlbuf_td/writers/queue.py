@@ -66,7 +66,12 @@ class QueueWriter(TimeWriter, Recovers):
                 f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory"
             )
         super().register_storage(storage)
-        self.numbers[_TAKEN] = self._write_count
+        self.numbers[_TAKEN] = self._rows_written
+
+    @property
+    def _rows_written(self) -> int:
+        """The number of rows ever written to the storage, which no call sets to 0."""
+        return self._storage.ring.rows_written
 
     @property
     def is_closed(self) -> bool:
@@ -81,7 +86,7 @@ class QueueWriter(TimeWriter, Recovers):
     @property
     def waiting(self) -> int:
         """The number of rows that have not been taken yet."""
-        return min(self._write_count - self.numbers[_TAKEN], len(self._storage))
+        return min(self._rows_written - self.numbers[_TAKEN], len(self._storage))
 
     @property
     def largest_write(self) -> int:
@@ -101,7 +106,7 @@ class QueueWriter(TimeWriter, Recovers):
             numbers[_BEFORE], numbers[_TURN] = numbers[_TAKEN], self._storage.lock.turn
         start = self._cursor - self.waiting
         # atomic: all rows are taken, or none
-        numbers[_TAKEN] = self._write_count - self.waiting + count
+        numbers[_TAKEN] = self._rows_written - self.waiting + count
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def recover(self, storage: PackedStorage, new: torch.Tensor) -> None:
@@ -116,15 +121,20 @@ class QueueWriter(TimeWriter, Recovers):
         self._refuse_more_than_fits(
             1, capacity_in_steps(self._storage, single_data=data)
         )
-        return super().add(data)
+        index = super().add(data)
+        self._note_size(1)
+        return index
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n]`` rows in order and return their index; raise the errors that the
         class documents."""
+        count = len(data)
         self._refuse_more_than_fits(
-            len(data), capacity_in_steps(self._storage, batched_data=data)
+            count, capacity_in_steps(self._storage, batched_data=data)
         )
-        return super().extend(data)
+        index = super().extend(data)
+        self._note_size(count)
+        return index
 
     def _refuse_more_than_fits(self, count: int, steps: int) -> None:
         if count > steps:
@@ -136,24 +146,29 @@ class QueueWriter(TimeWriter, Recovers):
             raise Full(
                 f"{count} rows do not fit, because {self.waiting} of {steps} wait to be taken: {remedy}"
             )
+
+    def _note_size(self, count: int) -> None:
         if count > self.numbers[_LARGEST]:
             self.numbers[_LARGEST] = count
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count=empty_write_count)
-        self.numbers[_TAKEN] = self._write_count
+        # rows that are there have replaced others: all are new
+        self.numbers[_TAKEN] = self._rows_written - len(self._storage)
 
     def state_dict(self) -> State:
         """Return the cursor and the counters."""
-        return super().state_dict() | {"taken": self.numbers[_TAKEN]}
+        return super().state_dict() | {"waiting": self.waiting}
 
     def _refuse_state(self, state: State) -> None:
         super()._refuse_state(state)
-        saved_number("count of taken rows", state["taken"], 0, state["_write_count"])
+        saved_number(
+            "count of waiting rows", state["waiting"], 0, state["_write_count"]
+        )
 
     @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change,
         if it is invalid."""
         super().load_state_dict(state_dict)
-        self.numbers[_TAKEN] = state_dict["taken"]
+        self.numbers[_TAKEN] = self._rows_written - state_dict["waiting"]

@@ -240,18 +240,25 @@ class ReservoirWriter(PackedWriter, Recovers):
             )
             with storage.lock, defer_sigint:
                 storage.set(slots, kept, set_cursor=False)
-                self.numbers.values[:] = choice.state
+                self._count(choice, written + choice.filled, lanes)
                 replaced = self._replicate_index(slots)
                 for listener in torchrl_parts.listeners_of(storage):
                     listener.mark_update(replaced)
             for position, slot in choice.kept:
                 index[position] = slot
         else:
-            self.numbers.values[:] = choice.state
+            with storage.lock, defer_sigint:
+                self._count(choice, written + choice.filled, lanes)
         if storage.ndim > 1:
             index = self._replicate_index(index)
             index = torch.where(index[:, :1] < 0, -1, index)
         return index
+
+    def _count(self, choice: Choice, filled: int, lanes: int) -> None:
+        """Count the time steps of a write after the first ``filled`` ones, which have been
+        appended."""
+        self._storage.ring.count_edits(choice.state[0] - filled * lanes)
+        self.numbers.values[:] = choice.state
 
     def _empty(self, empty_write_count: bool = True) -> None:
         # even without ``empty_write_count``, because a new sample starts

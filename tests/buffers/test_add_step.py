@@ -416,6 +416,38 @@ def test_numbers_of_other_types_are_cast_in_the_first_and_in_later_steps(at):
     assert_same(rb[:], twin[:])
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "value",
+    [0.5, [0.5, 1.5], [[0.5], [1.5]], [1, 2.5], [1, 2], [True, False], [1j, 0.5]],
+    ids=str,
+)
+def test_lists_of_numbers_have_the_dtypes_of_torch(value: Any, default: Any) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        outcome: Any = (0.0, np.zeros(1), False, False)
+        made = make_transition(np.zeros(1), value, *outcome, more=value)
+        rb: Any = ReplayBuffer()
+        rb.add_step(
+            observation=np.zeros(1),
+            action=value,
+            reward=[0.1],
+            next_observation=np.zeros(1),
+            terminated=False,
+            truncated=False,
+            more=value,
+        )
+        expected = torch.tensor(value)
+    finally:
+        torch.set_default_dtype(before)
+    for step in (made, rb.storage[0]):
+        for key in ("action", "more"):
+            assert step[key].dtype == expected.dtype
+            assert torch.equal(step[key], expected)
+    assert rb.storage["next", "reward"].dtype == torch.float32
+
+
 def test_tensors_of_any_kind_are_steps():
     make_buffer = over()
     rb = make_buffer(Path())

@@ -27,6 +27,8 @@ from rlbuf_td import (
     PackedStorage,
     ProportionalSampler,
     ReplayBuffer,
+    ReservoirWriter,
+    RingWriter,
     SequenceSampler,
     ShutDown,
     UniformSampler,
@@ -400,12 +402,25 @@ def test_rows_that_are_brought_count_as_written_and_as_sampled_often_enough(
     assert (rb.health()["inserts"], rb.health()["samples"]) == (200, 190 + 40)
 
 
-def test_rows_that_another_buffer_writes_count_as_written():
-    rb = over(PackedStorage(1_000))
-    with pytest.raises(RuntimeError, match="the buffer is empty, and min_size=10"):
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("writer", [RingWriter, ReservoirWriter])
+def test_rows_that_another_buffer_writes_count_as_written(writer, is_used):
+    rb: ReplayBuffer = ReplayBuffer(
+        storage=PackedStorage(16), batch_size=8, samples_per_insert=1.0, tolerance=8
+    )
+    other: ReplayBuffer = ReplayBuffer(storage=rb.storage, writer=writer())
+    if is_used:
+        with pytest.raises(RuntimeError, match="the buffer is empty"):
+            rb.sample()
+    for count in (10, 20, 3, 7):
+        other.extend(numbered_rows(count))
+    assert (rb.health()["inserts"], rb.health()["samples"]) == (40, 0)
+    assert other.write_count == 40
+    batches = 0
+    while rb.can_sample():
         rb.sample()
-    ReplayBuffer(storage=rb.storage).extend(numbered_rows(20))
-    assert rb.sample().shape == (8,)
+        batches += 1
+    assert batches == 6  # as many rows as were written, and the tolerance
 
 
 def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zero():

@@ -307,6 +307,39 @@ def test_a_state_says_whether_shares_are_exact():
     assert not other.exact
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_state_with_a_larger_sampler_is_loaded_or_refused_as_by_a_member(shared):
+    def mixed(capacities: tuple[int, int]) -> Any:
+        members = {
+            str(number): ReplayBuffer(
+                storage=PackedStorage(8),
+                sampler=ProportionalSampler(capacity),
+                shared=shared,
+            )
+            for number, capacity in enumerate(capacities)
+        }
+        mixture = ReplayBufferMixture(members, dict.fromkeys(members, 1.0))
+        for rb in members.values():
+            rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+        return mixture
+
+    small, large = mixed((8, 8)), mixed((8, 20))
+    for number, rb in enumerate(large.members.values()):
+        rb.update_priority(torch.arange(4), torch.arange(1.0, 5.0) + number)
+    before = [rb.sampler.priority(torch.arange(4)) for rb in small.members.values()]
+    if shared:  # whose memory is fixed: no member has changed
+        with pytest.raises(ValueError, match="cannot grow in shared memory"):
+            small.load_state_dict(large.state_dict())
+        expected = before
+    else:
+        small.load_state_dict(large.state_dict())
+        expected = [
+            rb.sampler.priority(torch.arange(4)) for rb in large.members.values()
+        ]
+    for rb, priority in zip(small.members.values(), expected, strict=True):
+        assert torch.equal(rb.sampler.priority(torch.arange(4)), priority)
+
+
 def test_schedulers_change_shares():
     mixed = mixture("uniform", "uniform")
     scheduler = LinearScheduler(mixed.sampler, "demos", 0.1, 4)

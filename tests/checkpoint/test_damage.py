@@ -542,7 +542,7 @@ WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
         }
     },
     "rollout": {"_writer": WRITER, "_storage": STORAGE},
-    "queue": {"_writer": WRITER | {"taken": [-1, 31, None]}},
+    "queue": {"_writer": WRITER | {"waiting": [-1, 31, None]}},
 }
 
 
@@ -594,11 +594,11 @@ def test_a_damaged_or_foreign_dump_of_the_storage_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "key"), [
-    ("uniform", "_cursor"), ("uniform", "_write_count"), ("queue", "taken"), ("rollout", "_write_count"),
+    ("uniform", "_cursor"), ("uniform", "_write_count"), ("queue", "waiting"), ("rollout", "_write_count"),
     ("reservoir", "following"),
 ])  # fmt: skip
 def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name, key, tmp_path):
-    writer, into = filled(name).writer, filled(name, count=20).writer
+    writer, into = filled(name).writer, filled(name, count=25).writer
     writer.dumps(tmp_path)
     file, before = tmp_path / "writer.pt", into.state_dict()
     saved = torch.load(file, weights_only=True)

@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from inspect import iscoroutine
@@ -108,6 +109,29 @@ def test_one_shard_holds_the_rows_and_priorities_of_a_buffer():
         )
         assert torch.equal(found, expected)
         assert client.write_count == len(client) + 10 == alone.write_count == 40
+
+
+def test_columns_of_a_step_are_refused_with_a_way_that_works():
+    client = World(1, proportional).client()
+    with pytest.raises(TypeError, match="got 3 arguments: make_transition"):
+        client.add(torch.zeros(3), 0, 1.0)
+
+
+@pytest.mark.parametrize(("norm", "expected"), [("buffer", 1), ("batch", 0)])
+def test_small_weights_are_reported_once(norm, expected):
+    world = world_of(2, lambda: td.ProportionalSampler(200, 1.0, 1.0, weight_norm=norm))
+    fill(world, 60)
+    client = world.client()
+    batch = client.sample()
+    batch["td_error"] = torch.where(batch["id"] == batch["id"][0], 1e-6, 1.0)
+    client.update_tensordict_priority(batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(1_200):
+            client.sample(8)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == expected
+    assert all('weight_norm="batch"' in text for text in texts)
 
 
 def test_updates_of_replaced_rows_are_skipped_and_counted():

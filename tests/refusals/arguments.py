@@ -224,7 +224,7 @@ STORAGES: list[Row] = [
            ({"frames": {"pixels": 4, ("pixels",): 4}}, "ValueError: twice")),
 ]  # fmt: skip
 BUFFERS: list[Row] = [
-    *whole(td.ReplayBuffer, 0, "min_size"),
+    *whole(td.ReplayBuffer, 0, "min_size batch_size"),
     *number(td.ReplayBuffer, "samples_per_insert", [0.0, nan, torch.inf], "a positive number"),
     *called_with(td.ReplayBuffer,
            ({"checkpointer": FlatStorageCheckpointer()}, "NotImplementedError: without TorchRL"),
@@ -255,6 +255,7 @@ BUFFERS: list[Row] = [
            ({"prefetch": 2}, "ValueError: an ExperienceQueue has no prefetch of its own choice"),
            ({"timeout": -1.0}, "ValueError: timeout must be at least 0 seconds, or None"),
            ({"timeout": nan}, "ValueError: timeout must be at least 0 seconds, or None"),
+           ({"timeout": "one"}, "TypeError: timeout must be a number, got 'one'"),
            ({"batch_size": 5, "max_age": 3}, "ValueError: only 4 rows are never older than max_age=3")),
     *called_with(mixed,
            ({"members": {"a": queued()}}, "TypeError: 'a' is an ExperienceQueue, which"),
@@ -271,7 +272,8 @@ BUFFERS: list[Row] = [
     (lambda _: mixed(members={"a": theirs(None, steps(3))}), "TypeError: member 'a' must be a ReplayB"),
     (lambda _: mixed(members={"a": filled(), "b": filled(rows=wider())}, shares={"a": 1, "b": 1}),
      r"SchemaError: 'observation' is float32 of shape \(3,\) in 'a', float32 of shape \(4,\) in 'b'"),
-    *each(lambda _, n: td.RolloutBuffer(*n), ((0, 3), "ValueError: num_steps and num_envs must be at least 1, got")),
+    *whole(lambda num_steps=8, num_envs=2: td.RolloutBuffer(num_steps, num_envs), 1, "num_steps num_envs"),
+    *whole(mixed, 1, "batch_size"),
     *whole(rollout_8, 1, "sequence_length epochs"),
     *called_with(rollout_8,
            ({"normalize_advantage": "batch"}, "ValueError: None, 'rollout' or 'minibatch'"),

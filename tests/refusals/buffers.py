@@ -306,7 +306,7 @@ WRITES: Table = {
 READS: Table = {
     ("ReplayBuffer.wait_until_sampleable", lambda: fresh(batch_size=None)): [
         (lambda rb: rb.wait_until_sampleable(0), "ValueError: min_items must be a whole number, at least 1, got 0"),
-        (lambda rb: rb.wait_until_sampleable(1, -1), "ValueError: a number of seconds, at least 0, or None, got -1"),
+        (lambda rb: rb.wait_until_sampleable(1, -1), "ValueError: timeout must be at least 0 seconds, or None, got -1"),
         *everywhere("RuntimeError: batch_size not specified",
             lambda rb: rb.wait_until_sampleable(), lambda rb: rb.sample()),
         (lambda rb: rb.chronological(), "RuntimeError: empty"),
@@ -325,7 +325,8 @@ READS: Table = {
     **{("ReplayBuffer.sample, FakeTensorMode", make): [(in_fake_mode, "RuntimeError: FakeTensorMode")]
        for make in (buffer, prioritized, lambda: buffer(n_step()), lambda: buffer(td.MinibatchSampler()))},
     ("ReplayBuffer.last", buffer): each(lambda rb, count: rb.last(count), *(
-        (count, f"ValueError: cannot return the last {count} time steps: 20 are stored") for count in (0, 21))),
+        (count, f"ValueError: cannot return the last {count} time steps: 20 are stored") for count in (0, 21)),
+        (2.5, "ValueError: n must be a whole"), ("two", "TypeError: n must be a whole")),
     ("ReplayBuffer.share", lambda: prioritized().share()): [
         (lambda rb: rb.set_sampler(td.UniformSampler()), "RuntimeError: cannot set the sampler of a shared buffer"),
         (lambda rb: rb.set_writer(td.RingWriter()), "RuntimeError: cannot set the writer of a shared buffer"),
@@ -451,6 +452,9 @@ QUEUES: Table = {
         *each(lambda rb, n: rb.sample(n),
               (6, "TimeoutError: waited for 0.01 seconds: a batch has 6 rows, and 5 wait"),
               (17, "ValueError: a queue of 16 rows never holds a batch of 17"), (-1, NO_SAMPLE)),
+        *each(lambda rb, n: rb.sample(timeout=n),
+              ("one", "TypeError: timeout must be a number"), (-1, "ValueError: timeout must be at least 0"),
+              (float("nan"), "ValueError: timeout must be at least 0")),
         *everywhere("ValueError: has no sampler and no writer of its own choice",
             lambda rb: rb.set_sampler(td.UniformSampler()), lambda rb: rb.set_writer(td.RingWriter())),
         (lambda rb: rb.set_storage(td.PackedStorage(8, ndim=2)), "ValueError: a queue holds rows .*, the storage"),
@@ -481,6 +485,9 @@ MIXTURES: Table = {
         (lambda mixed: mixed.extend(steps(2)), r"KeyError: name one of \['a', 'b'\], or pass writes_to"),
         *each(lambda mixed, share: setattr(mixed.sampler, "a", share), *(
             (share, "ValueError: a must be between 0 and 1") for share in (1.5, nan))),
+        *each(lambda mixed, columns: mixed.add(*columns), *(
+              (columns, f"TypeError: add takes one TensorDict, got {len(columns)} arguments: add_step takes")
+              for columns in ((zeros(3), zeros(1)), (zeros(3), "a", 0.5), (zeros(3), 1, 0.5, zeros(3))))),
         (lambda mixed: mixed.sampler.other, "AttributeError: a mixture of a, b has no share 'other'"),
         (lambda mixed: setattr(mixed.sampler, "two", 0.5), "AttributeError: a mixture of a, b has no share 'two'"),
         *each(lambda mixed, entries: update(**entries)(mixed),
