@@ -178,9 +178,9 @@ class FlowControl:
         """Raise a ValueError if the given tolerance never admits a batch or write that
         counts as ``weight`` samples."""
         if self.given_tolerance is not None and weight > self.given_tolerance:
-            room = f"a tolerance of {self.given_tolerance} sampled rows"
             raise ValueError(
-                f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}"
+                f"{what} of {rows} rows could block forever with a tolerance of "
+                f"{self.given_tolerance} sampled rows: make it at least {weight:g}"
             )
 
     def restart(self, rows: int) -> None:

@@ -319,9 +319,9 @@ class ReplayBufferMixture:
         }
         if len({*devices.values()}) > 1:
             shown = {name: str(device) for name, device in devices.items()}
-            remedy = "keep their rows on one device, or give members device="
             raise ValueError(
-                f"the batches of members are on different devices, {shown}: {remedy}"
+                f"the batches of members are on different devices, {shown}: keep "
+                "their rows on one device, or give members device="
             )
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = largest_normalizer(
@@ -401,9 +401,10 @@ class ReplayBufferMixture:
         if not isinstance(times, Mapping) or (
             SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()
         ):
-            lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
             raise KeyError(
-                f"{lacks}: pass a dict of storage.stamps(...) of each member's rows"
+                f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one "
+                f"of {[*masks]}: pass a dict of storage.stamps(...) of each member's "
+                "rows"
             )
         parts = {
             name: without_lane(self.members[name], flat[is_own])
@@ -633,10 +634,10 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
     work."""
     if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
         fault = f"got {type(members).__name__} and {type(shares).__name__}"
-        example = '{"demos": 0.5, "online": 0.5}'
         raise TypeError(
-            f'members must be a dict of buffers by name, such as {{"demos": rb1, "online": rb2}}, and shares a dict of '
-            f"numbers, such as {example}, {fault}"
+            'members must be a dict of buffers by name, such as {"demos": rb1, '
+            '"online": rb2}, and shares a dict of numbers, such as {"demos": 0.5, '
+            f'"online": 0.5}}, {fault}'
         )
     for name, member in members.items():
         refuse_member(name, member)
@@ -652,18 +653,18 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
 def refuse_member(name: object, member: object) -> None:
     """Raise a TypeError if a buffer cannot be a member of a mixture."""
     if not isinstance(member, ReplayBuffer):
-        remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
         raise TypeError(
-            f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}"
+            f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: "
+            "copy its rows, ReplayBuffer.from_torchrl(member)"
         )
     if isinstance(member, ExperienceQueue):
         raise TypeError(
             f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart"
         )
     if isinstance(member.sampler, EpisodeSampler):
-        reason = "whose batches have no fixed number of rows"
         raise TypeError(
-            f"member {name!r} has an EpisodeSampler, {reason}: sample it apart, or use a SequenceSampler"
+            f"member {name!r} has an EpisodeSampler, whose batches have no fixed "
+            "number of rows: sample it apart, or use a SequenceSampler"
         )
     sampler = getattr(member.sampler, "innermost", member.sampler)
     if (
@@ -688,11 +689,10 @@ def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
     adds = {"source"} | (Prioritized.report_keys if has_priorities(members) else set())
     for name, member in members.items():
         for key in stored_names(member.storage).keys() & adds:
-            remedy = (
-                f"store it under another name, data.rename_key_({key!r}, 'my_{key}')"
-            )
             raise SchemaError(
-                f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}"
+                f"member {name!r} stores the key {key!r}, which the mixture adds to "
+                f"batches: store it under another name, data.rename_key_({key!r}, "
+                f"'my_{key}')"
             )
 
 
@@ -862,9 +862,9 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
     )
     low, high = map(int, source.aminmax()) if is_plain else (-1, -1)
     if not 0 <= low <= high < len(names):
-        shown = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
         raise IndexError(
-            f"'source' must hold one position in {[*names]} per row, [B] int64, got {shown}"
+            f"'source' must hold one position in {[*names]} per row, [B] int64, got "
+            f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
         )
     counts = torch.bincount(source, minlength=len(names)).tolist()
     return {

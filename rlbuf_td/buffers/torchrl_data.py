@@ -102,9 +102,9 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     storage_file = folder / "storage/storage_metadata.json"
     writer_file = folder / "writer/metadata.json"
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
-        remedy = "load it into a buffer of TorchRL, and pass that buffer"
         raise CheckpointError(
-            f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}"
+            f"{folder} holds no TensorDicts that TorchRL's default checkpointer "
+            "wrote: load it into a buffer of TorchRL, and pass that buffer"
         )
     _refuse_links(folder)
     shape = _map_rows(folder / "storage").batch_size

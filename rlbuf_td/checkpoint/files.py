@@ -161,9 +161,9 @@ class DumpWriter:
         manifest of another program."""
         file = self.path / MANIFEST
         if file.is_file() and not _is_ours(file.read_bytes()):
-            remedy = "It is not overwritten: choose another folder, or remove it"
             raise CheckpointError(
-                f"{file} is not the manifest of a dump of rlbuf_td. {remedy}"
+                f"{file} is not the manifest of a dump of rlbuf_td. It is not "
+                "overwritten: choose another folder, or remove it"
             )
         with suppress(CheckpointError):
             return Dump(self.path)

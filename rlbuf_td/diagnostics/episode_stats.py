@@ -233,9 +233,9 @@ class EpisodeStats:
                 return None
             x = self._implied(data, key)
         if x.numel() != rows:
-            shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
             raise ValueError(
-                f"EpisodeStats needs one number per step, got {shape}: name a key that has one"
+                f"EpisodeStats needs one number per step, got {show_key(key)} of "
+                f"shape {[*x.shape]} for {rows} steps: name a key that has one"
             )
         if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
             return x
@@ -454,11 +454,11 @@ class EpisodeStats:
             current = getattr(self, name)
             shape = (lengths.get(name, len(array)), *current.shape[1:])
             if (array.dtype, array.shape) != (current.dtype, shape):
-                kinds = f"{array.dtype} of shape {array.shape} ({name.strip('_')}), these {current.dtype} of {shape}"
-                remedy = (
-                    "make EpisodeStats with the same keys, reasons, window and history"
+                raise ValueError(
+                    f"the saved statistics are {array.dtype} of shape {array.shape} "
+                    f"({name.strip('_')}), these {current.dtype} of {shape}: make "
+                    "EpisodeStats with the same keys, reasons, window and history"
                 )
-                raise ValueError(f"the saved statistics are {kinds}: {remedy}")
         if (arrays["_counters"] < 0).any():
             raise ValueError("the saved statistics have negative counts")
         self.__dict__.update(arrays)

@@ -110,9 +110,10 @@ class RolloutEstimator:
 
     def _refuse_other_shape(self, value: Tensor, shape: torch.Size) -> None:
         if value.shape != shape:
-            names = f"values {self.value_key!r} and rewards {self.reward_key!r}"
-            got = f"{tuple(value.shape)} and {tuple(shape)}"
-            raise ValueError(f"{names} must share one shape, got {got}")
+            raise ValueError(
+                f"values {self.value_key!r} and rewards {self.reward_key!r} must "
+                f"share one shape, got {tuple(value.shape)} and {tuple(shape)}"
+            )
 
     def _refuse_components(self, features: torch.Size) -> None:
         """Raise a ValueError unless gamma and lmbda fit the feature shape of the
@@ -211,9 +212,12 @@ class RolloutEstimator:
             return done, terminated
         ends, lead = done.clone(), value.shape[:ndim]
         if trajectory.numel() != lead.numel():
-            ids = f"trajectory ids {self.trajectory_key!r} of shape {tuple(trajectory.shape)}"
-            fault = f"{ids} are not one per step, {tuple(lead)}: for batches [E, T] of a collector"
-            raise ValueError(f"{fault}, make the storage with ndim={ndim + 1}")
+            raise ValueError(
+                f"trajectory ids {self.trajectory_key!r} of shape "
+                f"{tuple(trajectory.shape)} are not one per step, {tuple(lead)}: for "
+                "batches [E, T] of a collector, make the storage with "
+                f"ndim={ndim + 1}"
+            )
         trajectory = trajectory.reshape(lead + (1,) * (value.ndim - ndim))
         ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
@@ -277,9 +281,9 @@ class RolloutEstimator:
         if flags.shape == (*value.shape[:-1], 1):
             return flags.expand(value.shape)
         if flags.numel() != lead.numel():
-            expected = f"the values' shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
             raise ValueError(
-                f"{key!r} of shape {tuple(flags.shape)} fits neither {expected}"
+                f"{key!r} of shape {tuple(flags.shape)} fits neither the values' "
+                f"shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
             )
         return flags.reshape(lead + (1,) * (value.ndim - ndim)).expand(value.shape)
 
@@ -324,8 +328,9 @@ class RolloutEstimator:
         ``[*shape, *F]``. ``need``: why, for the error if there is no network."""
         network = self.value_network
         if network is None:
-            remedy = "Pass value_network=, a TensorDict module that writes it"
-            raise ValueError(f"{need}. {remedy}")
+            raise ValueError(
+                f"{need}. Pass value_network=, a TensorDict module that writes it"
+            )
         entries = {key: entry(data, key) for key in network.in_keys}
         inputs = TensorDict({key: x[index] for key, x in entries.items()}, shape)
         parameter = next(network.parameters(), None)
@@ -375,12 +380,11 @@ def _refuse_estimates(estimates: object, value: Tensor) -> None:
         and len(estimates) == 2
         and all(isinstance(x, Tensor) for x in estimates)
     ):
-        remedy = (
-            'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
-        )
         got = type(estimates).__name__
         raise TypeError(
-            f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}"
+            f"estimator must return a tuple (advantage, value_target), got {got}: "
+            'from TorchRL\'s estimators, return data["advantage"], '
+            'data["value_target"]'
         )
     for name, x in zip(("advantage", "value_target"), estimates, strict=True):
         shown, expected = (

@@ -132,9 +132,10 @@ class QueueWriter(TimeWriter, Recovers):
                 f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it"
             )
         if count > steps - self.waiting:
-            remedy = "sample in another thread or process, or make the storage larger"
             raise Full(
-                f"{count} rows do not fit, because {self.waiting} of {steps} wait to be taken: {remedy}"
+                f"{count} rows do not fit, because {self.waiting} of {steps} wait to "
+                "be taken: sample in another thread or process, or make the storage "
+                "larger"
             )
         if count > self.numbers[_LARGEST]:
             self.numbers[_LARGEST] = count

@@ -278,9 +278,11 @@ class RolloutWriter(TimeWriter, Completes):
             is_one = write.is_single or not data.ndim
             count = 1 if is_one else data.shape[write.lanes_first]
             if count > steps - cursor:
-                room = f"a rollout takes {steps} steps and {cursor} are written: {count} more do not fit"
-                remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
-                raise ValueError(f"{room}. {remedy}")
+                raise ValueError(
+                    f"a rollout takes {steps} steps and {cursor} are written: "
+                    f"{count} more do not fit. Write the rest of it first, or make "
+                    "the storage as long as a collector's batch"
+                )
             data = _with_entries(data, self.added_entries(data))
             return super().write(write._replace(data=data, begins_anew=not cursor))
 
@@ -425,7 +427,7 @@ def _refuse_estimator(estimator: object, gamma: object, lmbda: object) -> None:
 def _refuse_network(network: object, value_key: NestedKey | None) -> None:
     if network is None or hasattr(network, "in_keys"):
         return
-    fault = f"value_network must be a TensorDict module, got {type(network).__name__}"
     raise TypeError(
-        f'{fault}: wrap it, TensorDictModule(network, ["observation"], [{value_key!r}])'
+        f"value_network must be a TensorDict module, got {type(network).__name__}: "
+        f'wrap it, TensorDictModule(network, ["observation"], [{value_key!r}])'
     )

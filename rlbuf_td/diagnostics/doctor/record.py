@@ -279,8 +279,10 @@ def open_source(source: object) -> tuple[Storage, Writer | None]:
         # TorchRL counts time steps until the storage is first used
         torchrl_parts.set_length(storage, source.numel())
         return storage, None
-    accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
-    raise TypeError(f"the doctor reads {accepted}, not a {type(source).__name__}")
+    raise TypeError(
+        "the doctor reads a buffer, a storage, a TensorDict of rows [T] or [T, E], "
+        f"or the path of a saved buffer, not a {type(source).__name__}"
+    )
 
 
 def _open_folder(folder: Path) -> PackedStorage:
