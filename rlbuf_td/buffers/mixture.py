@@ -25,7 +25,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.permission import Permission
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint.buffer import all_or_nothing, load_part
+from rlbuf_td.checkpoint.buffer import refuse
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
 from rlbuf_td.kernels.dispatch import backend_of, untraced
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -40,7 +40,7 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import State, as_number, fraction, whole
+from rlbuf_td.storages.checks import State, as_number, fraction, state_of, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
@@ -158,11 +158,7 @@ class ReplayBufferMixture:
     def storage(self) -> PackedStorage:
         """The storage of the member ``writes_to``, or of the first member if
         ``writes_to`` is None."""
-        return (
-            self.members[self.writes_to]
-            if self.writes_to
-            else next(iter(self.members.values()))
-        ).storage
+        return self.members[self.writes_to or self.names[0]].storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
         return self.members[name]
@@ -176,25 +172,16 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        """Raise an error if the rows of two members differ in keys, dtypes or
-        shapes."""
-        rows = {
-            name: member.storage
-            for name, member in self.members.items()
-            if member.storage.layout is not None
-        }
-        reserved = frozenset(
-            name for name, storage in rows.items() if storage.is_reserved
-        )
+        """Raise a SchemaError if the rows of two members differ in keys, dtypes or
+        shapes; rows that are only reserved may still get other ones."""
         refuse_entries(self.members)
-        leaves_of = {
-            name: storage.all_rows().layout.leaves for name, storage in rows.items()
-        }
-        kinds_of = {
-            name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves}
-            for name, leaves in leaves_of.items()
-        }
-        refuse_difference(kinds_of, reserved)
+        kinds_of = {}
+        for name, member in self.members.items():
+            storage = member.storage
+            if storage.layout is not None and not storage.is_reserved:
+                leaves = storage.all_rows().layout.leaves
+                kinds_of[name] = {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves}
+        refuse_difference(kinds_of)
 
     # -- writes
 
@@ -276,11 +263,7 @@ class ReplayBufferMixture:
             raise RuntimeError(
                 "batch_size not specified: pass it to the mixture or to sample"
             )
-        size = size if type(size) is int else whole(1)("batch_size", size)
-        if size < 1:
-            raise ValueError(
-                f"a batch must have at least one row, got batch_size={size}"
-            )
+        size = whole(1)("batch_size", size)
         for member in self.members.values():
             member._refuse_shut_down()
         counts = self.counts(size)
@@ -289,7 +272,7 @@ class ReplayBufferMixture:
             for name, count in zip(self.members, counts, strict=True)
             if count
         }
-        self._refuse_other_schemas()
+        refuse_entries(self.members)
         for name, member in self.members.items():
             refuse_member(name, member)  # its parts may have been replaced
             if name in needed and not len(member):
@@ -371,8 +354,7 @@ class ReplayBufferMixture:
         updates = []
         for name, is_own in members_of(flat, self.names).items():
             member = self.members[name]
-            parts = self.members[name]._initialize()
-            if parts.prioritized is not None:
+            if member._initialize().prioritized is not None:
                 updates.append((member, own_update(member, flat, is_own)))
         for member, update in updates if len(updates) > 1 else []:
             refuse_update(member, update)
@@ -406,20 +388,14 @@ class ReplayBufferMixture:
                 f"of {[*masks]}: pass a dict of storage.stamps(...) of each member's "
                 "rows"
             )
-        parts = {
-            name: without_lane(self.members[name], flat[is_own])
-            for name, is_own in masks.items()
-        }
-        own_parts = [
-            (self.members[name], part, times.get(name)) for name, part in parts.items()
-        ]
-        checked = [
-            member._checked_entries(part, keys, time)
-            for member, part, time in own_parts
-        ]
+        checked = []
+        for name, is_own in masks.items():
+            member = self.members[name]
+            rows = without_lane(member, flat[is_own])
+            entries = member._checked_entries(rows, keys, times.get(name))
+            checked.append((member, rows, entries))
         return sum(
-            member._write_back(part, *entries)
-            for (member, part, _), entries in zip(own_parts, checked, strict=True)
+            member._write_back(rows, *entries) for member, rows, entries in checked
         )
 
     # -- state, health
@@ -472,11 +448,9 @@ class ReplayBufferMixture:
         hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            last = (
-                None
-                if writer.previous is None
-                else writer.previous.encoded.get("members")
-            )
+            last = None
+            if writer.previous is not None:
+                last = writer.previous.encoded.get("members")
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
@@ -807,11 +781,9 @@ def window_of(sampler: Sampler) -> int:
     the number of slices, or 1."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
-    return (
-        (sampler.slice_len or sampler.num_slices or 1)
-        if isinstance(sampler, SliceSampler)
-        else 1
-    )
+    if isinstance(sampler, SliceSampler):
+        return sampler.slice_len or sampler.num_slices or 1
+    return 1
 
 
 INDICES = "index", "anchor_index"
@@ -853,24 +825,17 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
         raise KeyError(
             "the batch has no 'source', the member of each row: pass a batch of this mixture"
         )
-    if not len(source):
-        return {}
-    is_plain = (
-        source.ndim == 1
-        and not source.is_floating_point()
-        and source.dtype is not torch.bool
-    )
-    low, high = map(int, source.aminmax()) if is_plain else (-1, -1)
-    if not 0 <= low <= high < len(names):
+    positions = {*source.flatten().tolist()}
+    is_plain = source.ndim == 1 and source.dtype is torch.int64
+    if not (is_plain and positions <= {*range(len(names))}):
         raise IndexError(
             f"'source' must hold one position in {[*names]} per row, [B] int64, got "
-            f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
+            f"{source.dtype} {[*positions]} of shape {[*source.shape]}"
         )
-    counts = torch.bincount(source, minlength=len(names)).tolist()
     return {
         name: source == position
         for position, name in enumerate(names)
-        if counts[position]
+        if position in positions
     }
 
 
@@ -919,20 +884,19 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
     for name, member in members.items():
         state = states[name]
         member._initialize()
-        with member._locked():
+        with member._locked(), ExitStack() as undo:
             member.storage.examine(state["_storage"])
+            with state_of(member):
+                refuse(member, state)
             parts = {
                 "_transforms": member.transform,
                 "_writer": member.writer,
                 "_sampler": member.sampler,
             }
-            before = {
-                key: copy.deepcopy(part.state_dict()) for key, part in parts.items()
-            }
-            for saved in (state, before):
-                with all_or_nothing() as undo:
-                    for key, part in parts.items():
-                        load_part(part, saved[key], undo)
+            for key, part in parts.items():
+                undo.callback(part.load_state_dict, copy.deepcopy(part.state_dict()))
+                with state_of(part):
+                    part.load_state_dict(state[key])
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
@@ -942,28 +906,23 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
     }
 
 
-def refuse_difference(
-    members: dict[str, dict[tuple[str, ...], Any]],
-    reserved: frozenset[str] = frozenset(),
-) -> None:
-    """Raise a SchemaError if members differ in keys, dtypes or shapes; members in
-    ``reserved`` may lack keys."""
+def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]]) -> None:
+    """Raise a SchemaError if members differ in keys, dtypes or shapes."""
     if not members:
         return
     (first, expected), *others = members.items()
     for name, entries in others:
-        if entries == expected:  # usual
-            continue
         for key in sorted(expected.keys() | entries.keys()):
-            pair = {first: expected.get(key), name: entries.get(key)}
-            comes_later = any(pair[member] is None for member in reserved & pair.keys())
-            if comes_later or pair[first] == pair[name]:
+            if expected.get(key) == entries.get(key):
                 continue
             one, other = (
                 f"missing in {member!r}"
                 if entry is None
                 else f"{kind(*entry)} in {member!r}"
-                for member, entry in pair.items()
+                for member, entry in (
+                    (first, expected.get(key)),
+                    (name, entries.get(key)),
+                )
             )
             raise SchemaError(
                 f"members must hold the same entries: {show_key(key)} is {one}, {other}"
