@@ -224,7 +224,8 @@ def _chosen(
             f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}"
         )
     keys = rows.keys(include_nested=True)
-    if missing := [key for key in exclude if key not in keys]:
+    missing = [key for key in exclude if key not in keys]
+    if missing:
         raise KeyError(
             f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}"
         )
