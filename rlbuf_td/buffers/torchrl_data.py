@@ -28,9 +28,8 @@ from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.samplers.common import refuse_unordered
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
-from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import are_ragged, coordinates, lanes_of
+from rlbuf_td.storages.indexing import are_ragged, coordinates, lanes_of, steps_by_age
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 
 if TYPE_CHECKING:
@@ -208,10 +207,9 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
             "lanes stand at unlike steps: dump the buffer and load the dump"
         )
     steps = len(storage) // lanes_of(storage).numel()
-    is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)
-    # a ring that is not full begins at 0
-    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0
-    return torch.arange(oldest, oldest + steps, device="cpu") % steps
+    if isinstance(writer, RoundRobinWriter):
+        return steps_by_age(storage, steps)
+    return torch.arange(steps, device="cpu")
 
 
 def _chosen(
