@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 import warnings
@@ -524,9 +523,6 @@ class Limiter(FlowControl):
     def epoch(self) -> int:
         # what another process has counted is not taken back from these counts
         return self._incarnation + super().epoch
-
-    def process(self) -> int:
-        return os.getpid()
 
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> Admission:
         """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise

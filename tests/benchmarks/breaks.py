@@ -409,7 +409,7 @@ BREAKS = [
     Break(
         "flow control counts rows that a shard has refused",
         "distributed/links.py",
-        "self._give_back(refusal.epoch, refusal.rows)",
+        "self._give_back(refusal.epoch, inserted=refusal.rows)",
         "pass",
         "tests/distributed/test_shards.py -k flow_control_counts",
     ),

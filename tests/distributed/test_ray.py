@@ -81,8 +81,12 @@ class Writer:
         return calls
 
 
+def process_of_actor(actor: Any, timeout: float | None = None) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=timeout)
+
+
 def process_of(rb: ShardedReplayBuffer, place: int) -> int:
-    return ray.get(rb.links.handles[place].process.remote())
+    return process_of_actor(rb.links.handles[place])
 
 
 def kill_in_turn(rb: ShardedReplayBuffer, stop: threading.Event, every: float) -> int:
@@ -91,8 +95,8 @@ def kill_in_turn(rb: ShardedReplayBuffer, stop: threading.Event, every: float) -
     while not stop.wait(every):
         place = (place + 1) % len(rb.links.handles)
         with suppress(ray.exceptions.RayError):  # of a shard that restarts
-            call = rb.links.handles[place].process.remote()
-            os.kill(ray.get(call, timeout=5.0), signal.SIGKILL)
+            process = process_of_actor(rb.links.handles[place], timeout=5.0)
+            os.kill(process, signal.SIGKILL)
             kills += 1
     return kills
 
@@ -269,7 +273,7 @@ def limited(shards: int = 1) -> ShardedReplayBuffer:
 
 
 def process_of_flow(rb: ShardedReplayBuffer) -> int:
-    return ray.get(rb._flow.process.remote())
+    return process_of_actor(rb._flow)
 
 
 @pytest.mark.slow
