@@ -40,6 +40,7 @@ ray = pytest.importorskip("ray")
 from rlbuf_td import distributed  # noqa: E402
 from rlbuf_td.distributed import ShardedReplayBuffer  # noqa: E402
 from rlbuf_td.distributed.sharded import LayoutInRay  # noqa: E402
+from tests.benchmarks import sharded as benchmark  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
@@ -521,3 +522,14 @@ def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
             rb.extend(rows(0, 3).set("id", torch.zeros(3)))
     finally:
         rb.close()
+
+
+@pytest.mark.slow
+def test_the_benchmark_times_batches_beside_those_of_torchrl(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "SHARDS", 1)
+    monkeypatch.setattr(benchmark, "BATCHES", (8,))
+    benchmark.compare(stored=40, rounds=1)
+    printed = capsys.readouterr().out
+    for name in ("RayReplayBuffer", "1 shards", "1 shards, prefetch=8"):
+        assert f"8 rows  {name} " in printed
+    assert printed.count(" rows/s ") == 3
