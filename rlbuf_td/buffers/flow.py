@@ -6,7 +6,7 @@ from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.storages.checks import State, number, whole
+from rlbuf_td.storages.checks import State, is_count, number, whole
 from rlbuf_td.storages.numbers import SharedNumbers
 
 if TYPE_CHECKING:
@@ -55,16 +55,12 @@ class FlowControl:
         min_size = whole(0)("min_size", min_size)
         if tolerance is not None:
             tolerance = number("tolerance", tolerance)
-        if tolerance is not None and (
-            samples_per_insert is None or not tolerance >= max(1.0, ratio)
-        ):
-            least = (
-                "needs samples_per_insert"
-                if samples_per_insert is None
-                else f"must be at least {max(1.0, ratio)}"
-            )
+        if tolerance is not None and not tolerance >= max(1.0, ratio):
+            rule = f"must be at least {max(1.0, ratio)}"
+            if samples_per_insert is None:
+                rule = "needs samples_per_insert"
             raise ValueError(
-                f"tolerance {least}, got {tolerance}: neither batches nor writes could pass"
+                f"tolerance {rule}, got {tolerance}: neither batches nor writes could pass"
             )
         self.samples_per_insert = samples_per_insert
         self.min_size = min_size
@@ -130,35 +126,36 @@ class FlowControl:
     def why_no_batch(self, rows: int) -> str:
         """Return in one sentence why a batch of ``rows`` rows is not admitted now."""
         inserted = self.inserted
-        sampled = self._numbers[_SAMPLED]
         if not inserted:
-            return "the buffer is empty" + (
-                f", and min_size={self.min_size}" if self.min_size else ""
-            )
+            minimum = f", and min_size={self.min_size}" if self.min_size else ""
+            return f"the buffer is empty{minimum}"
         if inserted < self.min_size:
             return f"{inserted} of min_size={self.min_size} rows have been written"
-        excess = self._excess(sampled + rows, inserted) - self._tolerance_for(rows)
-        missing = ceil(excess / (self.samples_per_insert or 1.0))
-        return f"{self._counts()}; a batch of {rows} rows is admitted when {max(1, missing)} more rows are written"
+        excess = self._excess(self._numbers[_SAMPLED] + rows, inserted)
+        surplus = excess - self._tolerance_for(rows)
+        missing = max(1, ceil(surplus / (self.samples_per_insert or 1.0)))
+        return (
+            f"{self._counts()}; a batch of {rows} rows is admitted when {missing} more "
+            "rows are written"
+        )
 
     def why_no_write(self, rows: int) -> str:
         """Return in one sentence why a write of ``rows`` rows is not admitted now, and
         what to do."""
-        excess = (
-            -self._excess(self._numbers[_SAMPLED], self.inserted + rows)
-            - self.tolerance
-        )
-        missing = f"it is admitted when {max(1, ceil(excess))} more rows are sampled"
-        remedy = (
+        excess = -self._excess(self._numbers[_SAMPLED], self.inserted + rows)
+        missing = max(1, ceil(excess - self.tolerance))
+        return (
+            f"{self._counts()}; it is admitted when {missing} more rows are sampled. "
             "Sample in another thread or process; in one thread, after each write: "
+            "`while rb.can_sample(): batch = rb.sample()`"
         )
-        return f"{self._counts()}; {missing}. {remedy}`while rb.can_sample(): batch = rb.sample()`"
 
     def _counts(self) -> str:
-        inserted = self.inserted
-        sampled = self._numbers[_SAMPLED]
-        settings = f"samples_per_insert={self.samples_per_insert:g}, min_size={self.min_size}, "
-        return f"{inserted} rows were written and {sampled} sampled, with {settings}tolerance={self.tolerance:g}"
+        return (
+            f"{self.inserted} rows were written and {self._numbers[_SAMPLED]} sampled, "
+            f"with samples_per_insert={self.samples_per_insert:g}, "
+            f"min_size={self.min_size}, tolerance={self.tolerance:g}"
+        )
 
     def _excess(self, sampled: int, inserted: int) -> float:
         if self.samples_per_insert is None:
@@ -178,9 +175,9 @@ class FlowControl:
         """Raise a ValueError if the given tolerance never admits a batch or write that
         counts as ``weight`` samples."""
         if self.given_tolerance is not None and weight > self.given_tolerance:
-            room = f"a tolerance of {self.given_tolerance} sampled rows"
             raise ValueError(
-                f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}"
+                f"{what} of {rows} rows could block forever with a tolerance of "
+                f"{self.given_tolerance} sampled rows: make it at least {weight:g}"
             )
 
     def restart(self, rows: int) -> None:
@@ -242,34 +239,30 @@ class FlowControl:
         insert."""
         _, sampled, _, _, sample_waits, insert_waits, *_ = map(float, self._numbers)
         inserted = float(self.inserted)
-        counts = {
+        return {
             "inserts": inserted,
             "samples": sampled,
             "samples_per_insert": sampled / max(1.0, inserted),
+            "sample_waits": sample_waits,
+            "insert_waits": insert_waits,
         }
-        return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
     def state_dict(self) -> State:
-        settings = {
+        return {
             "samples_per_insert": self.samples_per_insert,
             "min_size": self.min_size,
+            "counts": [self.inserted, *self._numbers.values[1:_SAVED]],
         }
-        return settings | {"counts": [self.inserted, *self._numbers.values[1:_SAVED]]}
 
     def refuse_state(self, state: object) -> None:
         """Raise a ValueError if ``state`` is neither None nor a result of
         :meth:`state_dict`."""
         if state is None:
             return
-        counts = (
-            state["counts"]
-            if isinstance(state, dict) and {*self.state_dict()} == {*state}
-            else None
-        )
+        is_like = isinstance(state, dict) and state.keys() == self.state_dict().keys()
+        counts = state["counts"] if is_like else None
         is_list = isinstance(counts, list) and len(counts) == _SAVED
-        if not is_list or not all(
-            type(count) is int and 0 <= count < 1 << 62 for count in counts or []
-        ):
+        if not (is_list and all(map(is_count, counts))):
             raise ValueError(
                 f"the saved state of flow control needs {_SAVED} whole numbers as counts, got {state!r}"
             )
@@ -277,9 +270,7 @@ class FlowControl:
     def restore(self, state: State | None, rows: int) -> None:
         """Restore a state; without one, or with one of other settings, restart with
         ``rows`` rows."""
-        if state is None or state | {"counts": []} != self.state_dict() | {
-            "counts": []
-        }:
+        if state is None or self.state_dict() | {"counts": state["counts"]} != state:
             return self.restart(rows)
         for position, count in enumerate(state["counts"]):
             self._numbers[position] = count

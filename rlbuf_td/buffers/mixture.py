@@ -26,7 +26,12 @@ from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.permission import Permission
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import refuse_columns
-from rlbuf_td.checkpoint.buffer import all_or_nothing, innermost_of, load_part
+from rlbuf_td.checkpoint.buffer import (
+    all_or_nothing,
+    innermost_of,
+    load_part,
+    refuse,
+)
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
 from rlbuf_td.kernels.dispatch import backend_of, untraced
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -41,7 +46,14 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import State, as_number, fraction, optional, whole
+from rlbuf_td.storages.checks import (
+    State,
+    as_number,
+    fraction,
+    optional,
+    state_of,
+    whole,
+)
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lock import defer_sigint
@@ -160,11 +172,7 @@ class ReplayBufferMixture:
     def storage(self) -> PackedStorage:
         """The storage of the member ``writes_to``, or of the first member if
         ``writes_to`` is None."""
-        return (
-            self.members[self.writes_to]
-            if self.writes_to
-            else next(iter(self.members.values()))
-        ).storage
+        return self.members[self.writes_to or self.names[0]].storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
         return self.members[name]
@@ -178,25 +186,16 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        """Raise an error if the rows of two members differ in keys, dtypes or
-        shapes."""
-        rows = {
-            name: member.storage
-            for name, member in self.members.items()
-            if member.storage.layout is not None
-        }
-        reserved = frozenset(
-            name for name, storage in rows.items() if storage.is_reserved
-        )
+        """Raise a SchemaError if the rows of two members differ in keys, dtypes or
+        shapes; rows that are only reserved may still get other ones."""
         refuse_entries(self.members)
-        leaves_of = {
-            name: storage.all_rows().layout.leaves for name, storage in rows.items()
-        }
-        kinds_of = {
-            name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves}
-            for name, leaves in leaves_of.items()
-        }
-        refuse_difference(kinds_of, reserved)
+        kinds_of = {}
+        for name, member in self.members.items():
+            storage = member.storage
+            if storage.layout is not None and not storage.is_reserved:
+                leaves = storage.all_rows().layout.leaves
+                kinds_of[name] = {leaf.key: (leaf.dtype, leaf.shape) for leaf in leaves}
+        refuse_difference(kinds_of)
 
     # -- writes
 
@@ -280,11 +279,7 @@ class ReplayBufferMixture:
             raise RuntimeError(
                 "batch_size not specified: pass it to the mixture or to sample"
             )
-        size = size if type(size) is int else whole(1)("batch_size", size)
-        if size < 1:
-            raise ValueError(
-                f"a batch must have at least one row, got batch_size={size}"
-            )
+        size = whole(1)("batch_size", size)
         for member in self.members.values():
             member._refuse_shut_down()
         counts = self.counts(size)
@@ -293,7 +288,7 @@ class ReplayBufferMixture:
             for name, count in zip(self.members, counts, strict=True)
             if count
         }
-        self._refuse_other_schemas()
+        refuse_entries(self.members)
         for name, member in self.members.items():
             refuse_member(name, member)  # its parts may have been replaced
             if name in needed and not len(member):
@@ -323,9 +318,9 @@ class ReplayBufferMixture:
         }
         if len({*devices.values()}) > 1:
             shown = {name: str(device) for name, device in devices.items()}
-            remedy = "keep their rows on one device, or give members device="
             raise ValueError(
-                f"the batches of members are on different devices, {shown}: {remedy}"
+                f"the batches of members are on different devices, {shown}: keep "
+                "their rows on one device, or give members device="
             )
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = largest_normalizer(
@@ -375,8 +370,7 @@ class ReplayBufferMixture:
         updates = []
         for name, is_own in members_of(flat, self.names).items():
             member = self.members[name]
-            parts = self.members[name]._initialize()
-            if parts.prioritized is not None:
+            if member._initialize().prioritized is not None:
                 updates.append((member, own_update(member, flat, is_own)))
         for member, update in updates if len(updates) > 1 else []:
             refuse_update(member, update)
@@ -405,24 +399,19 @@ class ReplayBufferMixture:
         if not isinstance(times, Mapping) or (
             SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()
         ):
-            lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
             raise KeyError(
-                f"{lacks}: pass a dict of storage.stamps(...) of each member's rows"
+                f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one "
+                f"of {[*masks]}: pass a dict of storage.stamps(...) of each member's "
+                "rows"
             )
-        parts = {
-            name: without_lane(self.members[name], flat[is_own])
-            for name, is_own in masks.items()
-        }
-        own_parts = [
-            (self.members[name], part, times.get(name)) for name, part in parts.items()
-        ]
-        checked = [
-            member._checked_entries(part, keys, time)
-            for member, part, time in own_parts
-        ]
+        checked = []
+        for name, is_own in masks.items():
+            member = self.members[name]
+            rows = without_lane(member, flat[is_own])
+            entries = member._checked_entries(rows, keys, times.get(name))
+            checked.append((member, rows, entries))
         return sum(
-            member._write_back(part, *entries)
-            for (member, part, _), entries in zip(own_parts, checked, strict=True)
+            member._write_back(rows, *entries) for member, rows, entries in checked
         )
 
     # -- state, health
@@ -475,11 +464,9 @@ class ReplayBufferMixture:
         hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            last = (
-                None
-                if writer.previous is None
-                else writer.previous.encoded.get("members")
-            )
+            last = None
+            if writer.previous is not None:
+                last = writer.previous.encoded.get("members")
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
@@ -637,10 +624,10 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
     work."""
     if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
         fault = f"got {type(members).__name__} and {type(shares).__name__}"
-        example = '{"demos": 0.5, "online": 0.5}'
         raise TypeError(
-            f'members must be a dict of buffers by name, such as {{"demos": rb1, "online": rb2}}, and shares a dict of '
-            f"numbers, such as {example}, {fault}"
+            'members must be a dict of buffers by name, such as {"demos": rb1, '
+            '"online": rb2}, and shares a dict of numbers, such as {"demos": 0.5, '
+            f'"online": 0.5}}, {fault}'
         )
     for name, member in members.items():
         refuse_member(name, member)
@@ -656,18 +643,18 @@ def refuse_members(members: object, shares: object, writes_to: str | None) -> No
 def refuse_member(name: object, member: object) -> None:
     """Raise a TypeError if a buffer cannot be a member of a mixture."""
     if not isinstance(member, ReplayBuffer):
-        remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
         raise TypeError(
-            f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}"
+            f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: "
+            "copy its rows, ReplayBuffer.from_torchrl(member)"
         )
     if isinstance(member, ExperienceQueue):
         raise TypeError(
             f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart"
         )
     if isinstance(member.sampler, EpisodeSampler):
-        reason = "whose batches have no fixed number of rows"
         raise TypeError(
-            f"member {name!r} has an EpisodeSampler, {reason}: sample it apart, or use a SequenceSampler"
+            f"member {name!r} has an EpisodeSampler, whose batches have no fixed "
+            "number of rows: sample it apart, or use a SequenceSampler"
         )
     sampler = getattr(member.sampler, "innermost", member.sampler)
     if (
@@ -692,11 +679,10 @@ def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
     adds = {"source"} | (Prioritized.report_keys if has_priorities(members) else set())
     for name, member in members.items():
         for key in stored_names(member.storage).keys() & adds:
-            remedy = (
-                f"store it under another name, data.rename_key_({key!r}, 'my_{key}')"
-            )
             raise SchemaError(
-                f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}"
+                f"member {name!r} stores the key {key!r}, which the mixture adds to "
+                f"batches: store it under another name, data.rename_key_({key!r}, "
+                f"'my_{key}')"
             )
 
 
@@ -811,11 +797,9 @@ def window_of(sampler: Sampler) -> int:
     the number of slices, or 1."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
-    return (
-        (sampler.slice_len or sampler.num_slices or 1)
-        if isinstance(sampler, SliceSampler)
-        else 1
-    )
+    if isinstance(sampler, SliceSampler):
+        return sampler.slice_len or sampler.num_slices or 1
+    return 1
 
 
 INDICES = "index", "anchor_index"
@@ -857,24 +841,17 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
         raise KeyError(
             "the batch has no 'source', the member of each row: pass a batch of this mixture"
         )
-    if not len(source):
-        return {}
-    is_plain = (
-        source.ndim == 1
-        and not source.is_floating_point()
-        and source.dtype is not torch.bool
-    )
-    low, high = map(int, source.aminmax()) if is_plain else (-1, -1)
-    if not 0 <= low <= high < len(names):
-        shown = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
+    positions = {*source.flatten().tolist()}
+    is_plain = source.ndim == 1 and source.dtype is torch.int64
+    if not (is_plain and positions <= {*range(len(names))}):
         raise IndexError(
-            f"'source' must hold one position in {[*names]} per row, [B] int64, got {shown}"
+            f"'source' must hold one position in {[*names]} per row, [B] int64, got "
+            f"{source.dtype} {[*positions]} of shape {[*source.shape]}"
         )
-    counts = torch.bincount(source, minlength=len(names)).tolist()
     return {
         name: source == position
         for position, name in enumerate(names)
-        if counts[position]
+        if position in positions
     }
 
 
@@ -925,6 +902,8 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
         member._initialize()
         with member._locked(), defer_sigint:
             member.storage.examine(state["_storage"])
+            with state_of(member):
+                refuse(member, state)
             parts = {"_transforms": member.transform, "_writer": member.writer}
             if hasattr(innermost_of(member.sampler), "snapshot"):
                 # its own copy, because a larger one cannot become smaller again
@@ -956,28 +935,23 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
     }
 
 
-def refuse_difference(
-    members: dict[str, dict[tuple[str, ...], Any]],
-    reserved: frozenset[str] = frozenset(),
-) -> None:
-    """Raise a SchemaError if members differ in keys, dtypes or shapes; members in
-    ``reserved`` may lack keys."""
+def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]]) -> None:
+    """Raise a SchemaError if members differ in keys, dtypes or shapes."""
     if not members:
         return
     (first, expected), *others = members.items()
     for name, entries in others:
-        if entries == expected:  # usual
-            continue
         for key in sorted(expected.keys() | entries.keys()):
-            pair = {first: expected.get(key), name: entries.get(key)}
-            comes_later = any(pair[member] is None for member in reserved & pair.keys())
-            if comes_later or pair[first] == pair[name]:
+            if expected.get(key) == entries.get(key):
                 continue
             one, other = (
                 f"missing in {member!r}"
                 if entry is None
                 else f"{kind(*entry)} in {member!r}"
-                for member, entry in pair.items()
+                for member, entry in (
+                    (first, expected.get(key)),
+                    (name, entries.get(key)),
+                )
             )
             raise SchemaError(
                 f"members must hold the same entries: {show_key(key)} is {one}, {other}"

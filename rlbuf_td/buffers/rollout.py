@@ -362,9 +362,9 @@ class RolloutBuffer(ReplayBuffer):
                 if writer.steps
                 else ""
             )
-            written = f"{writer.steps} of {self.num_steps} steps are written"
             raise RuntimeError(
-                f"the rollout is not complete: {written}. Write the rest first{hint}"
+                f"the rollout is not complete: {writer.steps} of {self.num_steps} "
+                f"steps are written. Write the rest first{hint}"
             )
         writer.estimate()
 
@@ -442,8 +442,10 @@ def _sampler_for(
         return rows
     length = whole(1)("sequence_length", sequence_length)
     if length > num_steps:
-        rollout = f"a rollout of {num_steps} steps has no chunks of {length}"
-        raise ValueError(f"{rollout}: use a sequence_length from 1 to {num_steps}")
+        raise ValueError(
+            f"a rollout of {num_steps} steps has no chunks of {length}: use a "
+            f"sequence_length from 1 to {num_steps}"
+        )
     keys: Any = {
         "done_key": writer.estimator.done_key,
         "traj_key": writer.estimator.trajectory_key,
@@ -452,9 +454,9 @@ def _sampler_for(
         rows, length, stride=length, output_layout="batch_time", **keys
     )
     if batch_size is not None and batch_size % length:
-        remedy = f"for 32 chunks use {32 * length}"
         raise ValueError(
-            f"batch_size must be a multiple of sequence_length={length}, got {batch_size}: {remedy}"
+            f"batch_size must be a multiple of sequence_length={length}, got "
+            f"{batch_size}: for 32 chunks use {32 * length}"
         )
     return chunks
 
@@ -476,9 +478,9 @@ def _refuse_arguments(
         )
     rows = num_steps * (num_envs or 1)
     if getattr(storage, "max_size", rows) != rows:
-        rollout = f"a rollout of {num_steps} steps and {num_envs or 1} lanes"
         raise ValueError(
-            f"{rollout} needs a storage of {rows} rows, got one of {storage.max_size}"
+            f"a rollout of {num_steps} steps and {num_envs or 1} lanes needs a "
+            f"storage of {rows} rows, got one of {storage.max_size}"
         )
     if writer is not None and not isinstance(writer, RolloutWriter):
         raise TypeError(f"writer must be a RolloutWriter, got {shown_kind(writer)}")

@@ -28,9 +28,14 @@ from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.samplers.common import refuse_unordered
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
-from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import are_ragged, coordinates, lanes_of, row_count
+from rlbuf_td.storages.indexing import (
+    are_ragged,
+    coordinates,
+    lanes_of,
+    row_count,
+    steps_by_age,
+)
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 
 if TYPE_CHECKING:
@@ -104,9 +109,9 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     storage_file = folder / "storage/storage_metadata.json"
     writer_file = folder / "writer/metadata.json"
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
-        remedy = "load it into a buffer of TorchRL, and pass that buffer"
         raise CheckpointError(
-            f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}"
+            f"{folder} holds no TensorDicts that TorchRL's default checkpointer "
+            "wrote: load it into a buffer of TorchRL, and pass that buffer"
         )
     _refuse_links(folder)
     shape = _map_rows(folder / "storage").batch_size
@@ -210,10 +215,9 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
             "lanes stand at unlike steps: dump the buffer and load the dump"
         )
     steps = len(storage) // lanes_of(storage).numel()
-    is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)
-    # a ring that is not full begins at 0
-    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0
-    return torch.arange(oldest, oldest + steps, device="cpu") % steps
+    if isinstance(writer, RoundRobinWriter):
+        return steps_by_age(storage, steps)
+    return torch.arange(steps, device="cpu")
 
 
 def _chosen(
@@ -226,7 +230,8 @@ def _chosen(
             f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}"
         )
     keys = rows.keys(include_nested=True)
-    if missing := [key for key in exclude if key not in keys]:
+    missing = [key for key in exclude if key not in keys]
+    if missing:
         raise KeyError(
             f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}"
         )

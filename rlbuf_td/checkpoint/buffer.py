@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint.files import CheckpointError, SavedTensor, reading, writing
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import State, state_of
+from rlbuf_td.storages.checks import State, is_count, state_of
 from rlbuf_td.storages.indexing import row_count, written_rows
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import kind
@@ -212,7 +212,7 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
     names = "_batch_size", "_consume_after_n_samples", *_RETURNED
     counts = [state.get(name) for name in names]
     counts += [state["_writer"].get(name) for name in ("_cursor", "_write_count")]
-    if not all(count is None or _is_count(count) for count in counts):
+    if not all(count is None or is_count(count) for count in counts):
         raise ValueError(
             f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}"
         )
@@ -220,10 +220,6 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
         rb.flow.refuse_state(state.get("_flow"))
     if state.get("_rng") is not None:
         _generator(*state["_rng"])
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and 0 <= number < 1 << 63
 
 
 @defer_sigint

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.storages.checks import State
+from rlbuf_td.storages.checks import State, is_count
 
 FORMAT = "rlbuf_td checkpoint"
 DATA, MANIFEST = "data", "manifest.json"
@@ -161,9 +161,9 @@ class DumpWriter:
         manifest of another program."""
         file = self.path / MANIFEST
         if file.is_file() and not _is_ours(file.read_bytes()):
-            remedy = "It is not overwritten: choose another folder, or remove it"
             raise CheckpointError(
-                f"{file} is not the manifest of a dump of rlbuf_td. {remedy}"
+                f"{file} is not the manifest of a dump of rlbuf_td. It is not "
+                "overwritten: choose another folder, or remove it"
             )
         with suppress(CheckpointError):
             return Dump(self.path)
@@ -406,9 +406,7 @@ class SavedTensor:
             raise CheckpointError(
                 f"the manifest names an unknown dtype {entry['dtype']!r}"
             )
-        if not isinstance(shape, list) or not all(
-            type(size) is int and 0 <= size < 1 << 62 for size in shape
-        ):
+        if not (isinstance(shape, list) and all(map(is_count, shape))):
             raise CheckpointError(
                 "the manifest gives a size that is not a whole number"
             )

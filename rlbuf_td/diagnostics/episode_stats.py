@@ -233,9 +233,9 @@ class EpisodeStats:
                 return None
             x = self._implied(data, key)
         if x.numel() != rows:
-            shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
             raise ValueError(
-                f"EpisodeStats needs one number per step, got {shape}: name a key that has one"
+                f"EpisodeStats needs one number per step, got {show_key(key)} of "
+                f"shape {[*x.shape]} for {rows} steps: name a key that has one"
             )
         if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
             return x
@@ -245,21 +245,19 @@ class EpisodeStats:
         """Return a missing end flag, as it follows from the others."""
         leaves = [leaf_of(data, flag) for flag in self._flags]
         flags = [None if leaf is None else leaf.bool() for leaf in leaves]
-        done, terminated, truncated = flags
         present = [flag for flag in flags if flag is not None]
         is_required = key == self._flags[0] and not may_be_missing(key, DONE_KEY)
         if key not in self._flags or is_required or not present:
             raise KeyError(
                 f"no {show_key(key)} in the data: EpisodeStats needs one per step"
             )
-        ended = present[0] | present[-1] if done is None else done
-        if key == self._flags[0]:
-            return ended
-        is_truncation = key == self._flags[2]
-        other = terminated if is_truncation else truncated
-        if other is None:  # with done alone, all ends are terminations
-            return torch.zeros_like(ended) if is_truncation else ended
-        return ended & ~other
+        done, terminated, truncated = flags
+        if done is None:
+            done = present[0] | present[-1]
+        if terminated is None:  # with done alone, all ends are terminations
+            terminated = done if truncated is None else done & ~truncated
+        implied = done, terminated, done & ~terminated
+        return implied[self._flags.index(key)]
 
     def record(self, steps: Steps, lanes: torch.Tensor | None = None) -> None:
         """Count the steps that :meth:`read` returned; this is the second half of
@@ -359,20 +357,19 @@ class EpisodeStats:
         self._keys[stale] = _FREE
         if stale.any():
             return
-        extra = max(lanes, len(self._keys), 8)
-        keys = np.append(self._keys, np.full(extra, _FREE))
-        lengths, touched = (
-            np.append(x, np.zeros(extra, np.int64))
-            for x in (self._lengths, self._touched)
-        )
-        sums = np.append(self._sums, np.zeros((extra, self._sums.shape[1])), axis=0)
+        extra = (0, max(lanes, len(self._keys), 8))
+        keys = np.pad(self._keys, extra, constant_values=_FREE)
+        lengths = np.pad(self._lengths, extra)
+        touched = np.pad(self._touched, extra)
+        sums = np.pad(self._sums, (extra, (0, 0)))
         # Together, because compiled code trusts that all have the same length.
-        self._keys, self._lengths, self._touched, self._sums = (
-            keys,
-            lengths,
-            touched,
-            sums,
-        )
+        arrays = {
+            "_keys": keys,
+            "_lengths": lengths,
+            "_touched": touched,
+            "_sums": sums,
+        }
+        self.__dict__.update(arrays)
 
     @property
     def episodes(self) -> int:
@@ -454,11 +451,11 @@ class EpisodeStats:
             current = getattr(self, name)
             shape = (lengths.get(name, len(array)), *current.shape[1:])
             if (array.dtype, array.shape) != (current.dtype, shape):
-                kinds = f"{array.dtype} of shape {array.shape} ({name.strip('_')}), these {current.dtype} of {shape}"
-                remedy = (
-                    "make EpisodeStats with the same keys, reasons, window and history"
+                raise ValueError(
+                    f"the saved statistics are {array.dtype} of shape {array.shape} "
+                    f"({name.strip('_')}), these {current.dtype} of {shape}: make "
+                    "EpisodeStats with the same keys, reasons, window and history"
                 )
-                raise ValueError(f"the saved statistics are {kinds}: {remedy}")
         if (arrays["_counters"] < 0).any():
             raise ValueError("the saved statistics have negative counts")
         self.__dict__.update(arrays)

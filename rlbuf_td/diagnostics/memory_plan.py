@@ -300,8 +300,9 @@ def _time_step(storage: Storage) -> TensorDictBase:
         )
     rows = stored_rows(storage)
     if rows is None:
-        unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
         raise TypeError(
-            f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition"
+            f"the {type(storage).__name__} has not been written to, so its rows have "
+            "no keys: plan with the environment, or with a TensorDict that holds "
+            "one transition"
         )
     return cast("TensorDictBase", rows[0])

@@ -196,12 +196,10 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     top.plot(target[:, 0], label="value target")
     top.plot(value[:, 0], label="value")
     done = data.get(writer.estimator.done_key, None)
-    for end in (
-        []
-        if done is None
-        else np.flatnonzero(_numbers_of(done.reshape(len(data), -1))[:, 0])
-    ):
-        top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, linestyle="-", zorder=0)
+    if done is not None:
+        done_of_first = _numbers_of(done.reshape(len(data), -1))[:, 0]
+        for end in np.flatnonzero(done_of_first):
+            top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, linestyle="-", zorder=0)
     top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
     _count(top.xaxis, 6)
     top.set(
@@ -265,25 +263,12 @@ def plot_trajectory(
         'row 4: trajectory of 15 steps, finished'
     """
     storage = rb.storage
-    trajectories = TrajectoryIndex(rb.storage)
-    lanes = lanes_of(storage).numel()
     index = torch.as_tensor([row], device="cpu")
-    flat = int(
-        flat_rows(
-            index.unbind(-1) if isinstance(row, Sequence) else index,
-            storage,
-            storage.device,
-        )
-    )
-    if not 0 <= flat < len(storage):
-        raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
-    back, ahead, ended = (
-        int(x) for x in trajectories.reach(torch.tensor([flat], device=storage.device))
-    )
+    back, ahead, ended = map(int, TrajectoryIndex(storage).reach(index))
+    flat = int(flat_rows(index, storage, storage.device))
+    lanes = lanes_of(storage).numel()
     steps = np.arange(-back, ahead + 1)
-    cells = (flat // lanes + torch.from_numpy(steps)) % (
-        storage.max_size // lanes
-    ) * lanes + flat % lanes
+    cells = (flat + lanes * torch.from_numpy(steps)) % storage.max_size
     data = storage.get(coordinates(cells.to(storage.device), storage))
     chosen = _default_keys(data) if keys is None else [*map(nested_key, keys)]
     figure, axes = _panels(len(chosen), 1, 1.15, sharex=True)

@@ -107,7 +107,7 @@ class Client:
         self.beta = spec.beta  # may be set at any time
         self.generator: torch.Generator | None = None
         handles, self._flow, engine = connect()
-        self.links = Links(handles, engine, self._give_back_rows)
+        self.links = Links(handles, engine, self._take_back)
         self.links.ask("report", range(len(handles)), RECOVERY)
         self._home = home
         # a copy of a client is another writer
@@ -277,9 +277,6 @@ class Client:
         if self._flow is not None:
             self._flow.take_back.remote(epoch, **rows)
 
-    def _give_back_rows(self, epoch: int, rows: int) -> None:
-        self._take_back(epoch, inserted=rows)
-
     # -- batches
 
     def _batches(self, size: int, wait: bool, deadline: float) -> Batches | None:
@@ -365,10 +362,8 @@ class Client:
         largest = max(
             (report.largest for report in known if report is not None), default=-1.0
         )
-        handles = [_NO_HANDLES] + [handles for handles, _ in self._errors]
-        errors = [_NO_ERRORS] + [errors for _, errors in self._errors]
-        all_handles = np.concatenate(handles)
-        all_errors = np.concatenate(errors)
+        queued = [(_NO_HANDLES, _NO_ERRORS), *self._errors]
+        all_handles, all_errors = map(np.concatenate, zip(*queued, strict=True))
         self._errors.clear()
         requests = {}
         for shard in {*fractions, *np.unique(all_handles[:, SHARD]).tolist()}:
@@ -444,16 +439,15 @@ class Client:
         spec = self.spec
         if not spec.is_prioritized:
             return
-        td_error = data.get(spec.priority_key, None)
-        index = data.get("index", None)
-        if td_error is None or index is None:
-            missing = spec.priority_key if td_error is None else "index"
-            raise KeyError(
-                f"the batch has no {missing!r}: set the TD errors of the sampled rows"
-            )
+        for key in (spec.priority_key, "index"):
+            if data.get(key, None) is None:
+                raise KeyError(
+                    f"the batch has no {key!r}: set the TD errors of the sampled rows"
+                )
+        td_error = data.get(spec.priority_key)
         td_error = one_a_row(td_error, data.ndim, spec.reduction).cpu()
         refuse_errors(td_error)
-        index = self._checked(index, len(td_error))
+        index = self._checked(data.get("index"), len(td_error))
         update = Update(index, td_error)
         if spec.windows is not None:
             update = spec.windows.anchored(entries_of(data.cpu()), update).reduced()

@@ -56,12 +56,12 @@ class Links:
     Args:
         handles: the shards' Ray handles.
         engine: has ``get`` and ``wait``, as the module ``ray`` has.
-        give_back: is called with the epoch and the number of rows that flow control has
-            counted, and that no shard stores.
+        give_back: is called with the epoch and ``inserted=``, the number of rows that
+            flow control has counted, and that no shard stores.
     """
 
     def __init__(
-        self, handles: list[Any], engine: Any, give_back: Callable[[int, int], None]
+        self, handles: list[Any], engine: Any, give_back: Callable[..., None]
     ) -> None:
         self.handles, self.engine, self._give_back = handles, engine, give_back
         self.patience = PATIENCE
@@ -195,11 +195,10 @@ class Links:
     def wait_for(self, calls: Mapping[int, object], deadline: float) -> None:
         """Raise a TimeoutError if the ``deadline`` of a caller passes before all calls
         are answered, or shards count as lost."""
-        left = deadline + GRACE - time.monotonic()
-        if not calls or left >= self.patience:
+        seconds = max(0.0, deadline + GRACE - time.monotonic())
+        if not calls or seconds >= self.patience:
             return
         waiting = [*calls.values()]
-        seconds = max(0.0, left)
         _, late = self.engine.wait(waiting, num_returns=len(waiting), timeout=seconds)
         if late:
             raise TimeoutError(
@@ -283,7 +282,7 @@ class Links:
                     self._lose_write(shard, writes[0])
                 writes.popleft()
                 for refusal in refused:
-                    self._give_back(refusal.epoch, refusal.rows)
+                    self._give_back(refusal.epoch, inserted=refusal.rows)
                 refusals += refused
         if refusals:
             raise refusals[0].error
@@ -291,7 +290,7 @@ class Links:
 
     def _lose_write(self, shard: int, write: Write) -> None:
         self.lost_rows[shard] += write.rows
-        self._give_back(write.epoch, write.rows)
+        self._give_back(write.epoch, inserted=write.rows)
         self.lose(shard)
 
     def _answer(self, write: Write) -> list[Refusal]:

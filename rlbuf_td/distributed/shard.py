@@ -4,7 +4,6 @@ of clients, and answers."""
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -333,9 +332,6 @@ class Shard:
             largest=largest,
             stale_updates=self._stale + self.buffer.stale_updates.total(),
         )
-
-    def process(self) -> int:
-        return os.getpid()
 
     def answer(self, request: bytes) -> bytes:
         """Answer a pickled request by a pickled answer; Ray sends bytes faster than

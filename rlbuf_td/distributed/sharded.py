@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 import warnings
@@ -27,7 +26,7 @@ from rlbuf_td.checkpoint.files import delete_others, is_folder, new_folder
 from rlbuf_td.distributed.client import Admission, Client
 from rlbuf_td.distributed.links import RECOVERY
 from rlbuf_td.distributed.shard import Shard, ShardDump, Spec
-from rlbuf_td.storages.checks import State, optional, whole
+from rlbuf_td.storages.checks import State, is_count, optional, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 _STORE = "rlbuf_td"  # the namespace of keys in Ray's key-value store
@@ -50,9 +49,7 @@ class Manifest(NamedTuple):
         with suppress(TypeError):
             manifest = cls(**state)
             counts = manifest.lanes, *manifest.steps
-            if is_folder(manifest.dump) and all(
-                type(number) is int and number >= 0 for number in counts
-            ):
+            if is_folder(manifest.dump) and all(map(is_count, counts)):
                 return manifest
         raise CheckpointError(
             f"{path} does not say which dumps of shards belong together: {state}"
@@ -527,9 +524,6 @@ class Limiter(FlowControl):
     def epoch(self) -> int:
         # what another process has counted is not taken back from these counts
         return self._incarnation + super().epoch
-
-    def process(self) -> int:
-        return os.getpid()
 
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> Admission:
         """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise

@@ -155,8 +155,10 @@ class AECRecorder:
         if goes_on:
             self._refuse_lost()
         if not goes_on or not env.agents:
-            when = "before the first step, when no agent is left, after a step that failed, and after a load"
-            raise RuntimeError(f"call the recorder's reset() {when}")
+            raise RuntimeError(
+                "call the recorder's reset() before the first step, when no agent "
+                "is left, after a step that failed, and after a load"
+            )
         agent = env.agent_selection
         observation, reward, terminated, truncated, _ = env.last()
         is_dead = bool(terminated or truncated)
@@ -205,9 +207,10 @@ class AECRecorder:
         ]
         if lost:
             self._is_running = False
-            fault = f"agents {lost} have left the environment, and their last rewards are not known"
             raise RuntimeError(
-                f"{fault}: pass the None of their last turns to the recorder's step"
+                f"agents {lost} have left the environment, and their last rewards "
+                "are not known: pass the None of their last turns to the recorder's "
+                "step"
             )
 
 

@@ -111,9 +111,9 @@ class GymnasiumRecorder(Recorder):
     ) -> None:
         super().__init__(buffer)
         if not isinstance(infos, Mapping):
-            example = f"for example {{'score': 0.0}}, got a {type(infos).__name__}"
             raise TypeError(
-                f"infos must be a dict from names to values that stand for a missing info, {example}"
+                "infos must be a dict from names to values that stand for a missing "
+                f"info, for example {{'score': 0.0}}, got a {type(infos).__name__}"
             )
         schema = schema_of(env)
         single = not schema.ndim
@@ -214,9 +214,11 @@ class GymnasiumRecorder(Recorder):
     def _refuse_step(self) -> None:
         """Raise a RuntimeError that says which reset must come before the next step."""
         if self._obs is None or self.is_interrupted:
-            when = "before its first step(), after a step that failed"
-            also = "and after a checkpoint was loaded or the storage was replaced"
-            raise RuntimeError(f"call the recorder's reset() {when}, {also}")
+            raise RuntimeError(
+                "call the recorder's reset() before its first step(), after a step "
+                "that failed, and after a checkpoint was loaded or the storage was "
+                "replaced"
+            )
         if self._mode == "Disabled":
             ended = self._ended.nonzero()[0].tolist()
             how = ", with options={'reset_mask': terminated | truncated}"
@@ -260,11 +262,10 @@ def _autoreset_mode_of(env: Env | VectorEnv, single: bool) -> str:
     mode = env.metadata.get("autoreset_mode")
     mode = getattr(mode, "value", mode)
     if mode not in ("NextStep", "SameStep", "Disabled"):
-        fault = f"the environment's metadata must have an 'autoreset_mode' of Gymnasium's AutoresetMode, got {mode!r}"
-        remedy = (
-            "env.metadata = env.metadata | {'autoreset_mode': AutoresetMode.NEXT_STEP}"
-        )
         raise ValueError(
-            f"{fault}: set the mode that the environment has, for example {remedy}"
+            "the environment's metadata must have an 'autoreset_mode' of "
+            f"Gymnasium's AutoresetMode, got {mode!r}: set the mode that the "
+            "environment has, for example env.metadata = env.metadata | "
+            "{'autoreset_mode': AutoresetMode.NEXT_STEP}"
         )
     return mode

@@ -114,9 +114,9 @@ class PettingZooRecorder(Recorder):
                 if takes_turns(env)
                 else ""
             )
-            got = f"got a {type(env).__name__}{remedy}"
             raise TypeError(
-                f"env must be a ParallelEnv of PettingZoo or a list of them, {got}"
+                "env must be a ParallelEnv of PettingZoo or a list of them, got a "
+                f"{type(env).__name__}{remedy}"
             )
         self.env, self.envs = env, envs
         self.groups = groups_of(envs, group_map)
@@ -240,10 +240,11 @@ class PettingZooRecorder(Recorder):
         ended = [e for e, env in enumerate(self.envs) if not env.agents]
         due = sorted({*self._lost(), *ended})
         if due:
-            when = "when they have no agents, before the first step, after a step that failed, and after a load"
             how = ", with reset(lanes=[not env.agents for env in envs])"
             raise RuntimeError(
-                f"reset environments {due} first{'' if self._single else how}: a reset is due {when}"
+                f"reset environments {due} first{'' if self._single else how}: a "
+                "reset is due when they have no agents, before the first step, "
+                "after a step that failed, and after a load"
             )
         for e, env in enumerate(self.envs):
             missing = [agent for agent in env.agents if agent not in actions[e]]

@@ -177,9 +177,10 @@ class Recorder:
                 f"record them in a buffer [T, {self._lanes}], or one of them here"
             )
         if self._lane is not None and not self.buffer.takes_lanes:
-            fault = f"a {type(self.buffer.writer).__name__} of this buffer writes whole time steps, and no single lane"
             raise ValueError(
-                f"{fault}: use a ReplayBuffer with a RingWriter, or record all lanes with one recorder"
+                f"a {type(self.buffer.writer).__name__} of this buffer writes whole "
+                "time steps, and no single lane: use a ReplayBuffer with a "
+                "RingWriter, or record all lanes with one recorder"
             )
         schema.set(
             TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta")
@@ -233,11 +234,11 @@ class Recorder:
         shape = value.shape[1:]
         is_alike = (value.dtype, shape) == (leaf.dtype, leaf.shape)
         if not is_alike and not self._is_transformed:
-            fault = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(shape)}"
-            stored_as = (
-                f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
+            raise SchemaError(
+                f"the environment gives {show_key(key)} as {value.dtype} of shape "
+                f"{tuple(shape)}, the buffer's rows hold {leaf.dtype} of shape "
+                f"{tuple(leaf.shape)}: {_REMEDY}"
             )
-            raise SchemaError(f"{fault}, {stored_as}: {_REMEDY}")
 
     def _refuse_missing(self, key: Key, value: torch.Tensor) -> None:
         """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first
@@ -250,10 +251,11 @@ class Recorder:
             or key in storage.layout.places
         ):
             return
-        fault = f"the buffer's rows have no {show_key(key)}, which the recorder writes, and can no longer get it"
         example = show_extra(key, value[0] if self._single else value)
         raise SchemaError(
-            f"{fault}: make the buffer with from_env(env, ..., {example})"
+            f"the buffer's rows have no {show_key(key)}, which the recorder writes, "
+            "and can no longer get it: make the buffer with from_env(env, ..., "
+            f"{example})"
         )
 
     def _begin_step(self, extras: Mapping[str, object]) -> None:
@@ -321,7 +323,7 @@ class Recorder:
 
     def _restart(self, lanes: np.ndarray) -> None:
         """Begin new trajectories in ``lanes``, a mask ``[E]``, after a reset."""
-        self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
+        self._numbers = TrajectoryNumbers.of(self.buffer.storage)
         self._loads = self._numbers.loads
         self._begin(lanes)
 

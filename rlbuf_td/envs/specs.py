@@ -122,9 +122,10 @@ def schema_of(
     for key, value in walk(extras):
         refuse_unpackable(key, value)
         if value.shape[: schema.ndim] != schema.batch_size:
-            expected = f"expected the leading dims {tuple(schema.batch_size)} of every entry of the schema"
             raise SchemaError(
-                f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}"
+                f"the extra {show_key(key)} has shape {tuple(value.shape)}, expected "
+                f"the leading dims {tuple(schema.batch_size)} of every entry of the "
+                "schema"
             )
         schema.set(key, torch.empty_like(value, device="meta"))
     return schema
@@ -233,11 +234,9 @@ def tensors_of(value: object, name: str, *path: str) -> Any:
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        kind = (
-            f"{type(value).__name__} of dtype {array.dtype}, which no tensor can hold"
-        )
         raise SchemaError(
-            f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them"
+            f"{show_key((name, *path))} is a {type(value).__name__} of dtype "
+            f"{array.dtype}, which no tensor can hold: give numbers or arrays of them"
         ) from error
 
 

@@ -134,13 +134,12 @@ class StepColumns:
     def _refuse_reward(self, shape: tuple[int, ...]) -> None:
         """Raise a SchemaError for rewards of this shape."""
         column = self._rewards
-        fault = (
-            f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
-        )
         dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
         example = show_extra(REWARD, torch.empty(shape, dtype=dtype, device="meta"))
         raise SchemaError(
-            f"{fault}: give rewards of this shape, or make the buffer with from_env(env, ..., {example})"
+            f"{show_key(REWARD)} came with shape {shape}, the rows hold "
+            f"{column.shape}: give rewards of this shape, or make the buffer with "
+            f"from_env(env, ..., {example})"
         )
 
     def __getstate__(self) -> dict[str, Any]:

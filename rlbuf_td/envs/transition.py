@@ -147,9 +147,10 @@ def _refuse_unlike(before: dict[str, object], after: dict[str, object]) -> None:
         this = shapes_before.get(key, "missing")
         following = shapes_after.get(key, "missing")
         if this != following:
-            order = "give the observations before and after one step (make_transition: obs, action, reward, next_obs)"
             raise SchemaError(
-                f"{show_key(key)} is {this} before the step and {following} after it: {order}"
+                f"{show_key(key)} is {this} before the step and {following} after "
+                "it: give the observations before and after one step "
+                "(make_transition: obs, action, reward, next_obs)"
             )
 
 
@@ -189,9 +190,10 @@ def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
     dims ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
-            shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"
             raise SchemaError(
-                f"{show_key((*path, key))} has {shapes}: one entry per environment"
+                f"{show_key((*path, key))} has shape {tuple(value.shape)}, expected "
+                f"the leading dims {tuple(lanes)} of 'terminated': one entry per "
+                "environment"
             )
     nested = {
         key: _batch(value, lanes, *path, key)

@@ -67,11 +67,10 @@ class TimeLayout(NamedTuple):
                 f"{function}: the inputs are empty (shape {shape}): there are no steps."
             )
         if not -first.ndim <= time_dim < first.ndim:
-            remedy = (
-                "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
-            )
             raise ValueError(
-                f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}"
+                f"{function}: time_dim={time_dim} does not exist in inputs of shape "
+                f"{shape}. For inputs without a feature dimension ([*batch, T]) pass "
+                "time_dim=-1."
             )
         time_dim %= first.ndim
         out_dtype = reduce(torch.promote_types, (x.dtype for x in values.values()))
@@ -110,11 +109,10 @@ class TimeLayout(NamedTuple):
             not self.time_dim < dims <= len(self.shape)
             or mask.shape != self.shape[:dims]
         ):
-            expected = (
-                f"the inputs' shape {tuple(self.shape)} or its first dims, up to time"
-            )
             raise ValueError(
-                f"{self.function}: mask must have {expected}, got {tuple(mask.shape)}."
+                f"{self.function}: mask must have the inputs' shape "
+                f"{tuple(self.shape)} or its first dims, up to time, got "
+                f"{tuple(mask.shape)}."
             )
         return (
             mask.reshape(*mask.shape, *[1] * (len(self.shape) - dims))
@@ -135,11 +133,11 @@ class TimeLayout(NamedTuple):
         try:
             return x.expand(self.shape).reshape(self.sizes)
         except RuntimeError:
-            shapes = f"shape {tuple(x.shape)} does not broadcast to the inputs' shape {tuple(self.shape)}"
-            remedy = (
-                f"Pass a float, or one value per step with time at dim {self.time_dim}."
-            )
-            raise ValueError(f"{self.function}: {name} of {shapes}. {remedy}") from None
+            raise ValueError(
+                f"{self.function}: {name} of shape {tuple(x.shape)} does not "
+                f"broadcast to the inputs' shape {tuple(self.shape)}. Pass a float, "
+                f"or one value per step with time at dim {self.time_dim}."
+            ) from None
 
 
 def coefficient(function: str, name: str, x: float) -> float:

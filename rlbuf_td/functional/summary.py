@@ -37,9 +37,9 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
         (1.0, 0.0)
     """
     if state_value.shape != value_target.shape:
-        shapes = f"{tuple(state_value.shape)} and {tuple(value_target.shape)}"
         raise ValueError(
-            f"explained_variance: values and targets must share one shape, got {shapes}."
+            "explained_variance: values and targets must share one shape, got "
+            f"{tuple(state_value.shape)} and {tuple(value_target.shape)}."
         )
     if state_value.numel() == 0:
         raise ValueError("explained_variance: the tensors are empty.")
@@ -110,9 +110,9 @@ def _masked_std_mean(x: Tensor, mask: Tensor, dims: list[int]) -> tuple[Tensor, 
     """Return standard deviation and mean over ``dims`` of the elements where ``mask``
     is set."""
     if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
-        expected = f"bool with the first dims of {tuple(x.shape)}"
         raise ValueError(
-            f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}."
+            "normalize: the mask must be bool with the first dims of "
+            f"{tuple(x.shape)}, got {mask.dtype} of shape {tuple(mask.shape)}."
         )
     counts = cast("Tensor", expand_as_right(mask, x))
     number = counts.sum(dims, keepdim=True)

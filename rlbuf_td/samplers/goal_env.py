@@ -145,7 +145,8 @@ def _method(env: object, name: str) -> Callable[..., Any]:
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env
         for candidate in (innermost, env):
-            if callable(method := getattr(candidate, name, None)):
+            method = getattr(candidate, name, None)
+            if callable(method):
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
     missing = (

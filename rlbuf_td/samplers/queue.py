@@ -71,9 +71,10 @@ class QueueSampler(RowSampler):
             raise Empty(
                 f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}"
             )
-        if self.max_age is not None and (old := waiting - self.max_age - 1) > 0:
-            self.writer.take(old)
-            self.discarded.add(old)
+        too_old = 0 if self.max_age is None else waiting - self.max_age - 1
+        if too_old > 0:
+            self.writer.take(too_old)
+            self.discarded.add(too_old)
         return self.writer.take(batch_size), {}
 
     def refuse_size(self, storage: Storage, batch_size: int) -> None:

@@ -95,6 +95,11 @@ def saved_number(name: str, value: object, least: int, most: int) -> int:
     return value
 
 
+def is_count(number: object) -> bool:
+    """Whether a number of a saved state is a whole number from 0 on, of 63 bits."""
+    return type(number) is int and 0 <= number < 1 << 63
+
+
 @contextmanager
 def state_of(part: object) -> Iterator[None]:
     """Convert errors from a malformed state to a ValueError that names the part."""

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.torchrl_parts import stored_rows
@@ -81,6 +82,15 @@ def are_ragged(storage: Storage) -> TypeGuard[PackedStorage]:
     return hasattr(storage, "ring") and (
         not storage.ring.are_aligned or storage.ring.holes > 0
     )
+
+
+def steps_by_age(storage: Storage, steps: int) -> torch.Tensor:
+    """Return the ``steps`` written time steps of a storage, the oldest first; a storage
+    that is not full begins at 0."""
+    oldest = 0
+    if torchrl_parts.is_full(storage):
+        oldest = torchrl_parts.last_step(storage, steps) + 1
+    return torch.arange(oldest, oldest + steps, device="cpu") % steps
 
 
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:

@@ -74,7 +74,8 @@ class RolloutEstimator:
         """Return the estimates for ``rows``, ``[T, *lanes]``; the network computes the
         values that are NaN."""
         reward, value = entry(rows, self.reward_key), entry(rows, self.value_key)
-        asked, added = 0, None
+        asked = 0
+        added = None
         is_missing = value.isnan()
         missing = int(is_missing.sum())
         if missing:
@@ -88,7 +89,8 @@ class RolloutEstimator:
         if not self.has_checked_order:
             self.has_checked_order = True
             self._warn_if_interleaved(rows, ends, ndim)
-        mask, absent = self.mask_of(rows), None
+        mask = self.mask_of(rows)
+        absent = None
         if mask is not None:
             absent = ~expand_as_right(mask, value)
             ends, terminated = ends | absent, terminated | absent
@@ -102,17 +104,16 @@ class RolloutEstimator:
         else:
             advantage, target = self._call_function(rows, inputs, ndim)
         if absent is not None:
-            advantage, target = (
-                advantage.masked_fill(absent, 0),
-                target.masked_fill(absent, 0),
-            )
+            advantage = advantage.masked_fill(absent, 0)
+            target = target.masked_fill(absent, 0)
         return Estimates(advantage, target, added, asked + next_count)
 
     def _refuse_other_shape(self, value: Tensor, shape: torch.Size) -> None:
         if value.shape != shape:
-            names = f"values {self.value_key!r} and rewards {self.reward_key!r}"
-            got = f"{tuple(value.shape)} and {tuple(shape)}"
-            raise ValueError(f"{names} must share one shape, got {got}")
+            raise ValueError(
+                f"values {self.value_key!r} and rewards {self.reward_key!r} must "
+                f"share one shape, got {tuple(value.shape)} and {tuple(shape)}"
+            )
 
     def _refuse_components(self, features: torch.Size) -> None:
         """Raise a ValueError unless gamma and lmbda fit the feature shape of the
@@ -139,7 +140,7 @@ class RolloutEstimator:
         lane: Any = rows[(slice(None), *[0] * (ndim - 1))]
         ended = ends.flatten(ndim).any(-1) if ends.ndim > ndim else ends
         ended = ended.flatten(1)[:, 0] if ndim > 1 else ended
-        segments, fault = self._segments(lane, ended), ""
+        segments = self._segments(lane, ended)
         first = slice(rows_that_show(lane[:1]))
         if segments is not None and segments.are_interleaved(_SHORT):
             fault = (
@@ -152,8 +153,9 @@ class RolloutEstimator:
                 "most steps is not the observation of the following step, but that of a later one. Advantages mix the "
                 "environments. "
             )
-        if fault:
-            warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=3)
+        else:
+            return
+        warnings.warn(fault + _LANES_REMEDY, RuntimeWarning, stacklevel=3)
 
     def _segments(self, lane: TensorDictBase, ended: Tensor) -> StoredSegments | None:
         """Count the segments of trajectories in the rows of a lane, ``[T]``; None if
@@ -205,15 +207,17 @@ class RolloutEstimator:
         """Return tensors shaped like ``value``: whether each step ends a trajectory,
         and whether it is terminated."""
         done, terminated = self._flags(rows, value, ndim)
-        trajectory = rows.get(self.trajectory_key, None)
+        trajectory = _optional(rows, self.trajectory_key, TRAJ_KEY)
         if trajectory is None:
-            _refuse_missing(rows, self.trajectory_key, TRAJ_KEY)
             return done, terminated
         ends, lead = done.clone(), value.shape[:ndim]
         if trajectory.numel() != lead.numel():
-            ids = f"trajectory ids {self.trajectory_key!r} of shape {tuple(trajectory.shape)}"
-            fault = f"{ids} are not one per step, {tuple(lead)}: for batches [E, T] of a collector"
-            raise ValueError(f"{fault}, make the storage with ndim={ndim + 1}")
+            raise ValueError(
+                f"trajectory ids {self.trajectory_key!r} of shape "
+                f"{tuple(trajectory.shape)} are not one per step, {tuple(lead)}: for "
+                "batches [E, T] of a collector, make the storage with "
+                f"ndim={ndim + 1}"
+            )
         trajectory = trajectory.reshape(lead + (1,) * (value.ndim - ndim))
         ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
@@ -225,7 +229,7 @@ class RolloutEstimator:
         agents and those of the step."""
         keys = self.done_key, self.terminated_key, self.truncated_key
         for key, name in zip(keys, ("done", "terminated", "truncated"), strict=True):
-            _refuse_missing(rows, key, ("next", name))
+            _optional(rows, key, ("next", name))  # refuses a missing key
         flags = self._pair(keys, rows, value, ndim)
         agent_flags = None
         if self.group:
@@ -235,9 +239,7 @@ class RolloutEstimator:
             )
             agent_flags = self._pair(of_agents, rows, value, ndim)
         if flags is None and agent_flags is None:
-            raise SchemaError(
-                f"no {self.done_key!r} in the data; there are {_names(rows)}"
-            )
+            entry(rows, self.done_key)  # raises the error
         if flags is None or agent_flags is None:
             return agent_flags or flags  # pyrefly: ignore [bad-return]
         # an agent that is not done does not terminate with the others
@@ -277,9 +279,9 @@ class RolloutEstimator:
         if flags.shape == (*value.shape[:-1], 1):
             return flags.expand(value.shape)
         if flags.numel() != lead.numel():
-            expected = f"the values' shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
             raise ValueError(
-                f"{key!r} of shape {tuple(flags.shape)} fits neither {expected}"
+                f"{key!r} of shape {tuple(flags.shape)} fits neither the values' "
+                f"shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
             )
         return flags.reshape(lead + (1,) * (value.ndim - ndim)).expand(value.shape)
 
@@ -324,8 +326,9 @@ class RolloutEstimator:
         ``[*shape, *F]``. ``need``: why, for the error if there is no network."""
         network = self.value_network
         if network is None:
-            remedy = "Pass value_network=, a TensorDict module that writes it"
-            raise ValueError(f"{need}. {remedy}")
+            raise ValueError(
+                f"{need}. Pass value_network=, a TensorDict module that writes it"
+            )
         entries = {key: entry(data, key) for key in network.in_keys}
         inputs = TensorDict({key: x[index] for key, x in entries.items()}, shape)
         parameter = next(network.parameters(), None)
@@ -344,23 +347,26 @@ class RolloutEstimator:
     ) -> tuple[Tensor, Tensor]:
         """Return what the user's estimator computes, which gets and returns
         ``[*lanes, T, *F]``; time is dim 0 here."""
+        value, next_value, reward, done, terminated = inputs
         value_key = as_tuple(self.value_key)
-        keys = value_key, ("next", *value_key), self.reward_key
+        entries: dict[NestedKey, Tensor] = {
+            value_key: value,
+            ("next", *value_key): next_value,
+            self.reward_key: reward,
+            self.done_key: done,
+            self.terminated_key: terminated,
+        }
+        if self.group:
+            entries |= {
+                ("next", *self.group, "done"): done,
+                ("next", *self.group, "terminated"): terminated,
+            }
         data = rows.copy()
-        for key, x in zip(keys, inputs[:3], strict=True):
-            data.set(key, x)
-        for name, key, flags in zip(
-            ("done", "terminated"),
-            (self.done_key, self.terminated_key),
-            inputs[3:],
-            strict=True,
-        ):
-            data.set(key, flags)
-            if self.group:
-                data.set(("next", *self.group, name), flags)
+        for key, column in entries.items():
+            data.set(key, column)
         data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
         estimates = self.function(data)  # pyrefly: ignore [not-callable]
-        _refuse_estimates(estimates, inputs[0].movedim(0, ndim - 1))
+        _refuse_estimates(estimates, value.movedim(0, ndim - 1))
         advantage, target = estimates
         return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(
             ndim - 1, 0
@@ -375,12 +381,11 @@ def _refuse_estimates(estimates: object, value: Tensor) -> None:
         and len(estimates) == 2
         and all(isinstance(x, Tensor) for x in estimates)
     ):
-        remedy = (
-            'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
-        )
         got = type(estimates).__name__
         raise TypeError(
-            f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}"
+            f"estimator must return a tuple (advantage, value_target), got {got}: "
+            'from TorchRL\'s estimators, return data["advantage"], '
+            'data["value_target"]'
         )
     for name, x in zip(("advantage", "value_target"), estimates, strict=True):
         shown, expected = (
@@ -392,12 +397,10 @@ def _refuse_estimates(estimates: object, value: Tensor) -> None:
             )
         wrong = ~x.isfinite()
         if wrong.any():
-            count, first = (
-                f"{int(wrong.sum())} of {x.numel()}",
-                wrong.nonzero()[0].tolist(),
-            )
+            first = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"estimator returned NaN or infinity: {count} of {name}, first at {first}"
+                f"estimator returned NaN or infinity: {int(wrong.sum())} of {x.numel()} "
+                f"of {name}, first at {first}"
             )
 
 
@@ -408,11 +411,12 @@ def entry(data: TensorDictBase, key: NestedKey) -> Any:
     return value
 
 
-def _refuse_missing(data: TensorDictBase, key: NestedKey, default: NestedKey) -> None:
-    """Raise a SchemaError if the data lacks a key that only a user can have named."""
-    is_own = not may_be_missing(as_tuple(key), as_tuple(default))
-    if is_own and data.get(key, None) is None:
-        raise SchemaError(f"no {key!r} in the data; there are {_names(data)}")
+def _optional(data: TensorDictBase, key: NestedKey, default: NestedKey) -> Any:
+    """Return an entry, or None if it is missing; SchemaError if only a user can have
+    named its key."""
+    if may_be_missing(as_tuple(key), as_tuple(default)):
+        return data.get(key, None)
+    return entry(data, key)
 
 
 def _names(data: TensorDictBase) -> list[str]:

@@ -142,9 +142,10 @@ class QueueWriter(TimeWriter, Recovers):
                 f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it"
             )
         if count > steps - self.waiting:
-            remedy = "sample in another thread or process, or make the storage larger"
             raise Full(
-                f"{count} rows do not fit, because {self.waiting} of {steps} wait to be taken: {remedy}"
+                f"{count} rows do not fit, because {self.waiting} of {steps} wait to "
+                "be taken: sample in another thread or process, or make the storage "
+                "larger"
             )
 
     def _note_size(self, count: int) -> None:

@@ -188,11 +188,11 @@ class RolloutWriter(TimeWriter, Completes):
     ) -> None:
         super().__init__()
         _refuse_estimator(estimator, gamma, lmbda)
-        _refuse_network(value_network, value_key)
         gamma = _coefficient("gamma", 0.99 if gamma is None else gamma)
         lmbda = _coefficient("lmbda", 0.95 if lmbda is None else lmbda)
         prefix = _group(group)
         self.value_key = nested_key(value_key or (*prefix, "state_value"))
+        _refuse_network(value_network, self.value_key)
         self.advantage_key = nested_key(advantage_key or (*prefix, "advantage"))
         self.value_target_key = nested_key(
             value_target_key or (*prefix, "value_target")
@@ -278,9 +278,11 @@ class RolloutWriter(TimeWriter, Completes):
             is_one = write.is_single or not data.ndim
             count = 1 if is_one else data.shape[write.lanes_first]
             if count > steps - cursor:
-                room = f"a rollout takes {steps} steps and {cursor} are written: {count} more do not fit"
-                remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
-                raise ValueError(f"{room}. {remedy}")
+                raise ValueError(
+                    f"a rollout takes {steps} steps and {cursor} are written: "
+                    f"{count} more do not fit. Write the rest of it first, or make "
+                    "the storage as long as a collector's batch"
+                )
             data = _with_entries(data, self.added_entries(data))
             return super().write(write._replace(data=data, begins_anew=not cursor))
 
@@ -353,9 +355,8 @@ class RolloutWriter(TimeWriter, Completes):
         estimator = self.estimator.function
         settings = f"gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}"
         if estimator is not None:
-            settings = (
-                f"estimator={getattr(estimator, '__name__', type(estimator).__name__)}"
-            )
+            name = getattr(estimator, "__name__", type(estimator).__name__)
+            settings = f"estimator={name}"
         return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"
 
 
@@ -422,10 +423,10 @@ def _refuse_estimator(estimator: object, gamma: object, lmbda: object) -> None:
         )
 
 
-def _refuse_network(network: object, value_key: NestedKey | None) -> None:
+def _refuse_network(network: object, value_key: NestedKey) -> None:
     if network is None or hasattr(network, "in_keys"):
         return
-    fault = f"value_network must be a TensorDict module, got {type(network).__name__}"
     raise TypeError(
-        f'{fault}: wrap it, TensorDictModule(network, ["observation"], [{value_key!r}])'
+        f"value_network must be a TensorDict module, got {type(network).__name__}: "
+        f'wrap it, TensorDictModule(network, ["observation"], [{value_key!r}])'
     )

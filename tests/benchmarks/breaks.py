@@ -409,7 +409,7 @@ BREAKS = [
     Break(
         "flow control counts rows that a shard has refused",
         "distributed/links.py",
-        "self._give_back(refusal.epoch, refusal.rows)",
+        "self._give_back(refusal.epoch, inserted=refusal.rows)",
         "pass",
         "tests/distributed/test_shards.py -k flow_control_counts",
     ),
@@ -560,8 +560,8 @@ BREAKS = [
     Break(
         "done alone counts as truncated in the statistics",
         "diagnostics/episode_stats.py",
-        "return torch.zeros_like(ended) if is_truncation else ended",
-        "return ended if is_truncation else torch.zeros_like(ended)",
+        "terminated = done if truncated is None else done & ~truncated",
+        "terminated = torch.zeros_like(done)",
         "tests/diagnostics/test_episode_stats.py -k done_alone",
     ),
     Break(
@@ -580,9 +580,9 @@ BREAKS = [
     ),
     Break(
         "the doctor reads a full ring of TorchRL's from its first slot",
-        "diagnostics/doctor/record.py",
-        "first = torchrl_parts.last_step(self.storage, steps) + 1 if is_full else 0",
-        "first = 0",
+        "storages/indexing.py",
+        "oldest = torchrl_parts.last_step(storage, steps) + 1",
+        "oldest = 0",
         "tests/diagnostics/test_doctor.py -k a_healthy_buffer_gives_no_finding",
     ),
     Break(

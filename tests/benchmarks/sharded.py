@@ -24,6 +24,7 @@ from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.distributed import ShardedReplayBuffer
 
 BATCHES = 256, 4_096
+SHARDS = 4
 
 
 def rows(count: int) -> TensorDict:
@@ -46,14 +47,14 @@ def make_buffer(capacity: int) -> ReplayBuffer:
     )
 
 
-def sharded(shards: int, stored: int, prefetch: int = 0) -> ShardedReplayBuffer:
-    """Return a buffer of some shards that hold ``stored`` rows together."""
+def sharded(stored: int, prefetch: int = 0) -> ShardedReplayBuffer:
+    """Return a buffer whose shards hold ``stored`` rows together."""
     rb = ShardedReplayBuffer(
-        shards, partial(make_buffer, stored // shards), prefetch=prefetch
+        SHARDS, partial(make_buffer, stored // SHARDS), prefetch=prefetch
     )
-    for client in rb.clients(shards):
+    for client in rb.clients(SHARDS):
         for _ in range(10):
-            client.extend(rows(stored // shards // 10))
+            client.extend(rows(stored // SHARDS // 10))
         client.synchronize()
     return rb
 
@@ -95,8 +96,11 @@ def seconds(
 
 
 def compare(stored: int, rounds: int) -> None:
-    buffers = {"RayReplayBuffer": torchrls(stored), "4 shards": sharded(4, stored)}
-    buffers["4 shards, prefetch=8"] = sharded(4, stored, prefetch=8)
+    buffers = {
+        "RayReplayBuffer": torchrls(stored),
+        f"{SHARDS} shards": sharded(stored),
+        f"{SHARDS} shards, prefetch=8": sharded(stored, prefetch=8),
+    }
     for size in BATCHES:
         times = seconds([partial(step, rb, size) for rb in buffers.values()], rounds)
         for name, taken in zip(buffers, times, strict=True):

@@ -40,6 +40,7 @@ ray = pytest.importorskip("ray")
 from rlbuf_td import distributed  # noqa: E402
 from rlbuf_td.distributed import ShardedReplayBuffer  # noqa: E402
 from rlbuf_td.distributed.sharded import LayoutInRay  # noqa: E402
+from tests.benchmarks import sharded as benchmark  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 
@@ -81,8 +82,12 @@ class Writer:
         return calls
 
 
+def process_of_actor(actor: Any, timeout: float | None = None) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=timeout)
+
+
 def process_of(rb: ShardedReplayBuffer, place: int) -> int:
-    return ray.get(rb.links.handles[place].process.remote())
+    return process_of_actor(rb.links.handles[place])
 
 
 def kill_in_turn(rb: ShardedReplayBuffer, stop: threading.Event, every: float) -> int:
@@ -91,8 +96,8 @@ def kill_in_turn(rb: ShardedReplayBuffer, stop: threading.Event, every: float) -
     while not stop.wait(every):
         place = (place + 1) % len(rb.links.handles)
         with suppress(ray.exceptions.RayError):  # of a shard that restarts
-            call = rb.links.handles[place].process.remote()
-            os.kill(ray.get(call, timeout=5.0), signal.SIGKILL)
+            process = process_of_actor(rb.links.handles[place], timeout=5.0)
+            os.kill(process, signal.SIGKILL)
             kills += 1
     return kills
 
@@ -269,7 +274,7 @@ def limited(shards: int = 1) -> ShardedReplayBuffer:
 
 
 def process_of_flow(rb: ShardedReplayBuffer) -> int:
-    return ray.get(rb._flow.process.remote())
+    return process_of_actor(rb._flow)
 
 
 @pytest.mark.slow
@@ -517,3 +522,14 @@ def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
             rb.extend(rows(0, 3).set("id", torch.zeros(3)))
     finally:
         rb.close()
+
+
+@pytest.mark.slow
+def test_the_benchmark_times_batches_beside_those_of_torchrl(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "SHARDS", 1)
+    monkeypatch.setattr(benchmark, "BATCHES", (8,))
+    benchmark.compare(stored=40, rounds=1)
+    printed = capsys.readouterr().out
+    for name in ("RayReplayBuffer", "1 shards", "1 shards, prefetch=8"):
+        assert f"8 rows  {name} " in printed
+    assert printed.count(" rows/s ") == 3

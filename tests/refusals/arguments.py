@@ -409,7 +409,7 @@ PLOTS: list[Row] = [
     (lambda _: plot_health(fresh()), "RuntimeError: there is no health to plot: no rows"),
     (lambda _: plot_health(mixed()), "TypeError: plot a member, mixture"),
     (lambda _: plot_episodes(td.EpisodeStats()), "RuntimeError: no episode has ended"),
-    (lambda _: plot_trajectory(filled(), 20), "IndexError: there is no row 20: 20 rows are stored"),
+    (lambda _: plot_trajectory(filled(), 20), "IndexError: row 20 is out of range: rows 0 to 19 have been written"),
     (lambda _: plot_trajectory(filled(), 0, keys=["velocity"]), "KeyError: no 'velocity' in the rows"),
     (lambda _: plot_advantages(td.RolloutBuffer(4, 2)), "RuntimeError: the rollout is not complete"),
 ]  # fmt: skip

@@ -49,8 +49,10 @@ def bounds_of(source: Any) -> dict[Key, Interval]:
             source = getattr(source, name)
             break
     if not is_space(source):
-        accepted = "a Gymnasium space, a TorchRL spec of observations, an environment, or a name of Gymnasium's"
-        raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
+        raise TypeError(
+            "space must be a Gymnasium space, a TorchRL spec of observations, an "
+            f"environment, or a name of Gymnasium's, got {type(source).__name__}"
+        )
     has_keys = isinstance(_parts_of(source), Mapping)
     return dict(_intervals(source, () if has_keys else (OBSERVATION,)))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rlbuf_td.diagnostics.doctor.bounds import Interval
 from rlbuf_td.diagnostics.doctor.report import ENDS, FAULTS, INSIDE, ROWS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import device_of, lanes_of
+from rlbuf_td.storages.indexing import device_of, lanes_of, steps_by_age
 from rlbuf_td.storages.memory import HEAD_FILE
 from rlbuf_td.storages.observed import hashes, is_observed, values_of
 from rlbuf_td.storages.schema import show_key
@@ -49,25 +49,27 @@ class Record:
     ) -> None:
         if not len(storage):
             raise ValueError("the buffer is empty: there is nothing to read")
-        if stored_rows(storage) is None:
+        stored = stored_rows(storage)
+        if stored is None:
             raise TypeError(
                 f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}"
             )
         self.storage = storage
-        lanes = lanes_of(storage)
+        lane_sizes = lanes_of(storage)
+        lanes = lane_sizes.numel()
+        steps = len(storage) // lanes
         #: ``[T, *lanes]``, as the storage indexes rows.
-        self.shape = (len(storage) // lanes.numel(), *lanes)
+        self.shape = (steps, *lane_sizes)
         if isinstance(storage, PackedStorage):
             counts = storage.ring.count
             cells = storage.ring.cells_by_age()
-            self._gather: Callable[[Tensor], TensorDictBase] = storage.gather
+            self._gather: Callable[[Tensor], Any] = storage.gather
         else:
-            counts = np.full(lanes.numel(), self.shape[0])
-            cells = self._cells_of_torchrl()
-            rows = cast("TensorDictBase", stored_rows(storage)).flatten(
-                0, storage.ndim - 1
-            )
-            self._gather = cast("Callable[[Tensor], TensorDictBase]", rows.__getitem__)
+            counts = np.full(lanes, steps)
+            step = steps_by_age(storage, steps)
+            lane = torch.arange(lanes, device="cpu")
+            cells = (step * lanes + lane[:, None]).flatten()
+            self._gather = stored.flatten(0, storage.ndim - 1).__getitem__
         #: The flat index of each row in the storage, ``[N]``.
         self.cells = cells.cpu()
         self.rows = len(cells)
@@ -97,18 +99,6 @@ class Record:
             INSIDE: int(self.inside.sum()),
             ENDS: int(self.ends.sum()),
         } | {f"rows with {name}": int(flag.sum()) for name, flag in self.flags.items()}
-
-    def _cells_of_torchrl(self) -> Tensor:
-        """Return the flat index of each row of one of TorchRL's storages, lane after
-        lane, in time order."""
-        steps, *sizes = self.shape
-        lanes = int(np.prod(sizes, dtype=int))
-        rows = cast("TensorDictBase", stored_rows(self.storage))
-        is_full = steps == len(rows)
-        first = torchrl_parts.last_step(self.storage, steps) + 1 if is_full else 0
-        order = (torch.arange(steps, device="cpu") + first) % steps
-        lane = torch.arange(lanes, device="cpu")
-        return (order * lanes + lane[:, None]).flatten()
 
     def _no_rows(self) -> Tensor:
         return torch.zeros(self.rows, dtype=torch.bool, device="cpu")
@@ -248,12 +238,12 @@ class Record:
         unit = fault.unit.format(**words)
         total = self.totals[unit]
         cells = self.cells[:0] if where is None else self.cells[where].sort().values
-        coordinates = np.unravel_index(cells[:_NAMED].numpy(), self.shape)
-        rows = [tuple(map(int, row)) for row in zip(*coordinates, strict=True)]
+        named = np.unravel_index(cells[:_NAMED].numpy(), self.shape)
+        rows = np.stack(named, 1).tolist()
         return Finding(
             code=code,
             key=key,
-            rows=tuple(row if len(row) > 1 else row[0] for row in rows),
+            rows=tuple(tuple(row) if len(row) > 1 else row[0] for row in rows),
             count=total if where is None else len(cells),
             of=total,
             unit=unit,
@@ -280,8 +270,10 @@ def open_source(source: object) -> tuple[Storage, Writer | None]:
         # TorchRL counts time steps until the storage is first used
         torchrl_parts.set_length(storage, source.numel())
         return storage, None
-    accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
-    raise TypeError(f"the doctor reads {accepted}, not a {type(source).__name__}")
+    raise TypeError(
+        "the doctor reads a buffer, a storage, a TensorDict of rows [T] or [T, E], "
+        f"or the path of a saved buffer, not a {type(source).__name__}"
+    )
 
 
 def _open_folder(folder: Path) -> PackedStorage:
