@@ -859,14 +859,14 @@ BREAKS = [
         "samplers/episode.py",
         "state = ref(storage), len(storage), storage.revision",
         "state = ref(storage), len(storage), 0",
-        "tests/samplers/test_episode.py -k runTest",
+        "tests/test_lockstep.py -k 'pisode and agree'",
     ),
     Break(
         "padding has the return to go of the last step",
         "samplers/episode.py",
         'info["reward_to_go"] = torch.where(is_real, to_go, 0)',
         'info["reward_to_go"] = to_go',
-        "tests/samplers/test_episode.py -k runTest",
+        "tests/test_lockstep.py -k 'pisode and agree'",
     ),
     Break(
         "a reopened row has the priority of the row that it replaced",
