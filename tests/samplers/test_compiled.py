@@ -4,7 +4,6 @@ of cases each."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from tests.backends import running
 from tests.catalogue import SAMPLERS
 from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 
@@ -41,6 +41,7 @@ def assert_close(left, right) -> None:
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
+BACKENDS = "compiled", "reference"
 # which take other numbers from the generator on other devices
 DIFFERENT = "unique", "strict"
 PLACES = "rows", "lanes", "lanes apart", "observations once"
@@ -62,21 +63,23 @@ def turns(cases: list[Any], every: int) -> list[Any]:
 def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
     sampler, form, tmp_path
 ):
-    given = FORMS[form].of(MORE[sampler])
-    makers = [replace(given, backend=backend) for backend in (None, "torch")]
-    buffers = [made_by(maker, tmp_path) for maker in makers]
-    for number in range(given.before + 1):
-        assert_close(
-            *(maker.run(rb, number) for maker, rb in zip(makers, buffers, strict=True))
-        )
-    copies = [made_by(maker, tmp_path) for maker in makers]
-    for maker, rb, source in zip(makers, copies, reversed(buffers), strict=True):
-        with maker.running():
-            rb.load_state_dict(source.state_dict())
-    for number in given.after():
+    maker = FORMS[form].of(MORE[sampler])
+
+    def run(rb: Any, backend: str, number: int) -> list[Any]:
+        with running(backend):
+            return maker.run(rb, number)
+
+    buffers = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
+    for number in range(maker.before + 1):
+        assert_close(*(run(rb, backend, number) for backend, rb in buffers.items()))
+    copies = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
+    for backend, source in zip(BACKENDS, reversed(buffers.values()), strict=True):
+        with running(backend):
+            copies[backend].load_state_dict(source.state_dict())
+    for number in maker.after():
         ours, *others = (
-            maker.run(rb, number)
-            for maker, rb in zip(makers * 2, buffers + copies, strict=True)
+            run(rb, backend, number)
+            for backend, rb in (*buffers.items(), *copies.items())
         )
         for theirs in others:
             assert_close(ours, theirs)
@@ -86,10 +89,10 @@ def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
 def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
     name, tmp_path
 ):
-    maker = replace(FORMS["rows"].of(SAMPLERS[name]), backend="torch")
-    rb = made_by(maker, tmp_path)
-    maker.run(rb, 0)
-    with maker.running():
+    maker = FORMS["rows"].of(SAMPLERS[name])
+    with running("reference"):
+        rb = maker.make(tmp_path, 0)
+        maker.run(rb, 0)
         rb.update_priority(torch.tensor([0, 1, 2]), torch.tensor([5.0, 3.0, 4.0]))
         rb.update_priority(
             torch.tensor([0, 1, 2, -1]),
@@ -99,8 +102,8 @@ def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
         assert rb.health()["refused_priorities"] == 2.0
 
 
-def made_by(maker: Maker, folder: Path):
-    with maker.running():
+def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
+    with running(backend):
         return maker.make(folder, 0)
 
 
