@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from doctest import DocTestFinder, DocTestRunner
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ def is_file_name(span: str) -> bool:
     return re.fullmatch(r"[\w./{},<>-]+(/|\.(py|md|rst|ipynb|toml))", span) is not None
 
 
+@cache
 def names_in_code() -> set[str]:
     """Return the identifiers of the code and of its strings, without docstrings."""
     settings = (ROOT / "pyproject.toml").read_text()

@@ -35,10 +35,9 @@ def played(name: str, folder: Path) -> Any:
     maker = MAKERS.get(name) or REOPENED[name.partition(", ")[2]].of(
         SAMPLERS["proportional"]
     )
-    with maker.running():
-        rb = maker.make(folder, 0)
-        for number in range(maker.before + 1):
-            maker.run(rb, number)
+    rb = maker.make(folder, 0)
+    for number in range(maker.before + 1):
+        maker.run(rb, number)
     return rb
 
 
