@@ -882,7 +882,8 @@ def as_step(rows: Fields | Sequence[Fields]) -> dict[str, Any]:
     del data["next", "done"]
     after = {key: value.numpy() for key, value in data.pop("next").items()}
     action = data.pop("action").numpy()
-    before = {key: data.pop(key).numpy() for key in after if key in data.keys()}
+    observed = (data.keys() & after.keys()) - {GROUP}
+    before = {key: data.pop(key).numpy() for key in after if key in observed}
     extras = data.numpy()
     extras["next"] = {key: after.pop(key) for key in [*after] if key not in before}
     names = "reward", "terminated", "truncated", "observation", "next_observation"
