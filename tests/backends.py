@@ -1,7 +1,8 @@
-"""What runs the operations of a buffer."""
+"""What runs the operations of a buffer, and what the installed TorchRL has."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -9,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torchrl
+from torchrl.checkpoint import Checkpoint
+from torchrl.collectors import Collector
+from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.kernels import dispatch
 from rlbuf_td.kernels.dispatch import Backend
@@ -50,3 +55,24 @@ def running(name: str) -> Any:
 def needs(name: str) -> list[Any]:
     """Return the marks of a test with a backend."""
     return [_NEEDS[name]] if name in _NEEDS else []
+
+
+# -- TorchRL
+
+#: What newer releases of TorchRL have: a test that is skipped says what it needs.
+FEATURES = {
+    "data sets": hasattr(ReplayBuffer, "as_dataset"),
+    "waiting": hasattr(ReplayBuffer, "wait_until_sampleable"),
+    "exports": hasattr(ReplayBuffer, "export"),
+    "trajectory writes": "replay_write_mode"
+    in inspect.signature(Collector.__init__).parameters,
+    "stop signals": hasattr(torchrl.checkpoint, "StopOnSignal"),
+    "parts of a checkpoint": hasattr(Checkpoint, "read_component"),
+}
+
+
+def needs_torchrl(feature: str) -> pytest.MarkDecorator:
+    """Skip a test if the installed TorchRL lacks the feature."""
+    return pytest.mark.skipif(
+        not FEATURES[feature], reason=f"TorchRL {torchrl.__version__} has no {feature}"
+    )

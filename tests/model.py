@@ -25,6 +25,8 @@ from tensordict import TensorDict, TensorDictBase
 from rlbuf_td import PackedStorage, ReplayBuffer, TrajectoryIndex
 
 Key = tuple[str, ...]
+GROUP = "team"  # of agents
+TO_GO = ("reward_to_go",)
 # of one row: numbers, or lists of numbers, all of them exact in float32
 Fields = dict[Key, Any]
 # how likely a row terminates its episode, truncates it, begins another id
@@ -333,6 +335,27 @@ def by_rank(model: Model, alpha: float) -> list[float]:
     return _normalized(rank[at] ** -alpha for at in range(len(rows)))
 
 
+def mixed_importance(
+    laws: Sequence[Sequence[float] | None],
+    drawn: Sequence[Sequence[int]],
+    beta: float,
+    norms: Sequence[Literal["buffer", "batch"] | None],
+) -> list[float]:
+    """Return the importance weights of the rows drawn from each member of a mixture,
+    one member after the other; a law of None: a member without priorities."""
+    raw, largest = list[list[float]](), list[float]()
+    for law, places, norm in zip(laws, drawn, norms, strict=True):
+        if law is None:
+            raw.append([1.0] * len(places))
+            largest.append(1.0)
+            continue
+        raw.append(importance(law, places, beta, None))
+        everywhere = importance(law, range(len(law)), beta, None)
+        largest.append(max(everywhere if norm == "buffer" else raw[-1]))
+    by = 1.0 if None in norms else max(largest)
+    return [weight / by for weights in raw for weight in weights]
+
+
 def importance(
     law: Sequence[float],
     drawn: Sequence[int],
@@ -372,6 +395,16 @@ def combined(
 
 
 @dataclass(frozen=True)
+class Episodes:
+    """How a sampler of episodes is made."""
+
+    padded: bool = True  # [B, L], else [S]
+    finished_only: bool = True
+    max_length: int | None = None  # steps of an episode in a batch
+    to_go: float | None = None  # the discount of ``reward_to_go``
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Which wrappers stand around the sampler, and their arguments."""
 
@@ -387,6 +420,7 @@ class Recipe:
     burn_in: int = 2
     boundary: Literal["pad", "shift", "strict"] = "pad"
     across: bool = False  # windows go on into the lane's next episode
+    episodes: Episodes | None = None  # batches hold whole episodes, or parts of them
 
     @property
     def window(self) -> int:
@@ -491,6 +525,99 @@ def expected(
             fields |= {("mask",): real[j], ("burn_in_mask",): j < recipe.burn_in}
             batch.append(fields | {("anchor_index",): model.cell(anchor)})
     return batch
+
+
+def return_to_go(rows: Sequence[Row], gamma: float) -> float:
+    """Return the discounted sum of the rewards of rows."""
+    return math.fsum(gamma**k * row.fields[REWARD][0] for k, row in enumerate(rows))
+
+
+def episode_part(
+    model: Model,
+    whole: Sequence[Row],
+    start: int,
+    padding: int,
+    goal: Row | None,
+    recipe: Recipe,
+) -> list[Fields]:
+    """Return the rows that a batch holds of an episode, from the step ``start``."""
+    how = recipe.episodes
+    assert how is not None
+    count = min(len(whole), how.max_length or len(whole))
+    part: list[Fields] = []
+    for j in range(count + padding):
+        step = start + min(j, count - 1)
+        row, is_real = whole[step], j < count
+        fields = transition(model, row, goal, recipe) | {("index",): model.cell(row)}
+        fields[INIT] = [fields[INIT][0] or j == 0]
+        fields |= {
+            ("mask",): is_real,
+            ("episode_step",): step,
+            ("episode_length",): len(whole),
+        }
+        if recipe.hindsight:
+            fields["relabeled",] = goal is not None
+        if how.to_go is not None:
+            fields[TO_GO] = [return_to_go(whole[step:], how.to_go) * is_real]
+        part.append(fields)
+    return part
+
+
+# -- advantages
+
+
+def estimate(
+    model: Model, gamma: float, lmbda: float, agents: Sequence[int | None] = (None,)
+) -> None:
+    """Set the advantages and value targets of all rows, as if the newest step were the
+    last (Schulman et al., 2016, equation 16); ``agents``: the numbers of those of the
+    group :data:`GROUP`, None for the rewards of the step."""
+    for rows in model.rows_of:
+        estimates = [lane_estimates([*rows], gamma, lmbda, agent) for agent in agents]
+        for t, row in enumerate(rows):
+            for k, name in enumerate(("advantage", "value_target")):
+                numbers = [[estimate[t][k]] for estimate in estimates]
+                if agents[0] is None:
+                    row.fields[name,] = numbers[0]
+                else:
+                    row.fields[GROUP, name] = numbers
+
+
+def numbers_of(row: Row, agent: int | None) -> dict[str, float]:
+    """Return what the estimates need of a row, or of one agent in it."""
+    lead = () if agent is None else (GROUP,)
+    keys = {
+        "value": (*lead, "state_value"),
+        "next_value": ("next", *lead, "state_value"),
+        "reward": ("next", *lead, "reward"),
+        "terminated": ("next", *lead, "terminated"),
+        "done": ("next", *lead, "done"),
+    }
+    entries = {name: row.fields[key] for name, key in keys.items()}
+    if agent is None:
+        return {name: entry[0] for name, entry in entries.items()} | {"acts": True}
+    numbers = {name: entry[agent][0] for name, entry in entries.items()}
+    return numbers | {"acts": row.fields[GROUP, "mask"][agent]}
+
+
+def lane_estimates(
+    rows: Sequence[Row], gamma: float, lmbda: float, agent: int | None
+) -> list[tuple[float, float]]:
+    """Return the advantage and the value target of each row of a lane."""
+    estimates = list[tuple[float, float]]()
+    later, after, step_after = 0.0, None, dict[str, float]()
+    for row in reversed(rows):
+        step = numbers_of(row, agent)
+        ends = row.done or step["done"] or after is None or after.name != row.name
+        goes_on = not ends and step_after["acts"]
+        following = step_after["value"] if goes_on else step["next_value"]
+        target = step["reward"] + gamma * following * (not step["terminated"])
+        later = target - step["value"] + gamma * lmbda * later * goes_on
+        if not step["acts"]:
+            later = 0.0
+        estimates.append((later, (later + step["value"]) * step["acts"]))
+        after, step_after = row, step
+    return estimates[::-1]
 
 
 # -- a buffer beside its model
@@ -676,7 +803,9 @@ class World:
         self, batch: TensorDictBase, recipe: Recipe = Recipe()
     ) -> list[Row]:
         """Compare a batch, but for what the inner sampler reports, with what its
-        anchors say; return the anchors."""
+        anchors say; return the anchors, or all rows of the episodes."""
+        if recipe.episodes is not None:
+            return self.check_episodes(batch, recipe, recipe.episodes)
         anchors, goals = self.drawn(batch, recipe)
         innermost = getattr(self.rb.sampler, "innermost", self.rb.sampler)
         report = {
@@ -688,6 +817,47 @@ class World:
             batch.exclude(*report), expected(self.model, anchors, goals, recipe)
         )
         return anchors
+
+    def check_episodes(
+        self, batch: TensorDictBase, recipe: Recipe, how: Episodes
+    ) -> list[Row]:
+        """Compare a batch of episodes with what its first rows say; return its rows,
+        without padding."""
+        all_whole = self.model.whole(only_finished=how.finished_only)
+        episode_of = {row.number: whole for whole in all_whole for row in whole}
+        flat, drawn, wanted = batch.reshape(-1), list[Row](), list[Fields]()
+        numbers = flat["episode"].tolist()
+        assert sorted({*numbers}) == [*range(numbers[-1] + 1)]
+        for number in range(numbers[-1] + 1):
+            part = flat[flat["episode"] == number]
+            rows = self.rows_at(part["index"][part["mask"]])
+            whole = episode_of[rows[0].number]
+            goal = self.goal_of(part, rows, recipe)
+            start, padding = whole.index(rows[0]), len(part) - len(rows)
+            part_wanted = episode_part(self.model, whole, start, padding, goal, recipe)
+            wanted += [fields | {("episode",): number} for fields in part_wanted]
+            drawn += rows
+        if how.padded:
+            longest = max(numbers.count(number) for number in {*numbers})
+            assert batch.shape == (numbers[-1] + 1, longest)
+            needed = [episode_of[row.number] for row in drawn]
+            assert longest == (how.max_length or max(map(len, needed)))
+        assert_batch(flat.exclude("sampled_at", "priority_weight"), wanted)
+        return drawn
+
+    def goal_of(
+        self, part: TensorDictBase, rows: Sequence[Row], recipe: Recipe
+    ) -> Row | None:
+        """Return the row whose outcome is the goal of an episode; it is the goal of all
+        rows."""
+        if not recipe.hindsight or not part["relabeled"][0]:
+            return None
+        goal = part["desired_goal"][0].tolist()
+        for anchor in rows:
+            for row in allowed_goals(self.model, anchor, recipe.strategy):
+                if row.fields[OUTCOME] == goal:
+                    return row
+        raise AssertionError(f"{goal} was not reached where goals of an episode are")
 
 
 def as_tensordict(rows: Sequence[Fields]) -> TensorDict:
@@ -712,7 +882,8 @@ def as_step(rows: Fields | Sequence[Fields]) -> dict[str, Any]:
     del data["next", "done"]
     after = {key: value.numpy() for key, value in data.pop("next").items()}
     action = data.pop("action").numpy()
-    before = {key: data.pop(key).numpy() for key in after if key in data.keys()}
+    observed = (data.keys() & after.keys()) - {GROUP}
+    before = {key: data.pop(key).numpy() for key in after if key in observed}
     extras = data.numpy()
     extras["next"] = {key: after.pop(key) for key in [*after] if key not in before}
     names = "reward", "terminated", "truncated", "observation", "next_observation"
@@ -739,10 +910,9 @@ def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
         assert found.shape == wanted.shape, (
             f"{key}: {found.shape}, expected {wanted.shape}"
         )
+        is_sum = key in (REWARD, TO_GO) or key[-1] in ("advantage", "value_target")
         close: dict[str, Any] = (
-            {"rtol": 1e-5, "atol": 1e-5}
-            if key == REWARD
-            else {"rtol": 0.0, "atol": 0.0}
+            {"rtol": 1e-5, "atol": 1e-5} if is_sum else {"rtol": 0.0, "atol": 0.0}
         )
         torch.testing.assert_close(
             found.double(), wanted.double(), msg=partial("{}: {}".format, key), **close

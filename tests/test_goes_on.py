@@ -1,8 +1,8 @@
 """Saved, copied, sent or reopened by any way, a buffer goes on bit for bit: a table of
 makers times a table of ways.
 
-Each case plays some rounds with a buffer, takes it another way, and then plays the same
-rounds with both: what every call returns, and all state at the end, generators
+Each case, with one of the backends, plays some rounds with a buffer, takes it another
+way, and then plays the same rounds with both: what every call returns, and all state at the end, generators
 included, must be equal byte by byte.
 """
 
@@ -12,7 +12,6 @@ import copy
 import multiprocessing as mp
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from tests.backends import forced
+from tests.backends import needs, running
 from tests.catalogue import SAMPLERS, SCHEMAS, Schema, as_bytes, reward_fn, transitions
 
 STEPS, BATCH = 20, 8
@@ -119,17 +118,15 @@ class Maker:
     make: Callable[[Path, int], Any]
     # the number of the round; returns what the calls have returned
     play: Callable[[Any, int], list[Any]]
-    backend: Any = None
     lacks: tuple[str, ...] = ()  # ways
     # number of the last round before the way: some rings have wrapped then
     before: int = 10
     turn: int = 2  # one of so many cases is in the fast part
 
     def run(self, rb: Any, number: int) -> list[Any]:
-        with self.running():
-            torch.manual_seed(number)
-            np.random.seed(number)  # noqa: NPY002  TorchRL's samplers draw from it
-            return self.play(rb, number)
+        torch.manual_seed(number)
+        np.random.seed(number)  # noqa: NPY002  TorchRL's samplers draw from it
+        return self.play(rb, number)
 
     def go_on(self, rb: Any, batch: Any) -> list[Any]:
         """Play the rounds after the way; a batch of before comes back late."""
@@ -143,9 +140,6 @@ class Maker:
 
     def after(self) -> range:
         return range(self.before + 1, self.before + 1 + AFTER)
-
-    def running(self) -> Any:
-        return nullcontext() if self.backend is None else forced(self.backend)
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,6 @@ class Form:
     options: Callable[[int], dict[str, Any]] = lambda seed: {}  # of the buffer
     in_file: bool = False
     emptied: bool = False  # in the last round before the way
-    backend: Any = None
     buffer: Any = ReplayBuffer
     lacks: tuple[str, ...] = ()
 
@@ -200,7 +193,6 @@ class Form:
         return Maker(
             partial(self.make, sampler),
             self.play,
-            self.backend,
             (*self.lacks, *lacks),
             turn=47,
         )
@@ -232,7 +224,6 @@ FORMS = {
         lanes=2, storage=partial(PackedStorage, share_next=["observation"])
     ),
     "counted": Form(ids=True, options=counted, lacks=PARTS),
-    "torch": Form(lanes=2, backend="torch"),
 }
 MORE: dict[str, Callable[[int], Any]] = SAMPLERS | {
     "final goals": lambda rows: HindsightSampler(
@@ -568,36 +559,50 @@ def ignored(name: str, way: str, used: bool) -> set[str]:
     }
 
 
+#: Few, because a batch takes seconds.
+INTERPRETED = [
+    ("uniform, rows", "copy"),
+    ("proportional, lanes", "state"),
+    ("rank, observations once", "dump"),
+]
+
+
 def cases() -> Iterator[Any]:
-    """Makers times ways. Each way and each maker, but for those of a product, whose
+    """Backends times makers times ways.
+
+    With the compiled loops, each way and each maker, but for those of a product, whose
     samplers and forms all occur, is in the fast part; an eighth of the others is in the
-    slow part.
+    slow part. With the reference, one case of 24 is in the slow part, and a tenth of
+    these in the fast part.
     """
     for i, (name, maker) in enumerate(MAKERS.items()):
         for j, way in enumerate(WAYS):
             place = 5 * i + j
-            is_slow = place % maker.turn > 0
-            if way in maker.lacks or (is_slow and place % 8):
+            if way in maker.lacks:
                 continue
-            used, marks = (
-                way in INTO and (i + j) % 2 == 1,
-                [pytest.mark.slow] if is_slow else [],
-            )
-            yield pytest.param(
-                name,
-                way,
-                used,
-                id=f"{name}, {way}{' into a used one' * used}",
-                marks=marks,
-            )
+            used = way in INTO and (i + j) % 2 == 1
+            if place % maker.turn == 0 or place % 8 == 0:
+                yield case("compiled", name, way, used, place % maker.turn > 0)
+            # a tree of ranks is not shared without its compiled loops
+            is_ranked = name.startswith(("rank", "n-step over hindsight"))
+            if place % 24 == 12 and not (is_ranked and "shared" in name):
+                yield case("reference", name, way, used, place % 240 != 12)
+    for name, way in INTERPRETED:
+        yield case("interpreter", name, way, False, True)
+
+
+def case(backend: str, name: str, way: str, used: bool, is_slow: bool) -> Any:
+    marks = [*needs(backend), *[pytest.mark.slow] * is_slow]
+    told = f"{name}, {way}{' into a used one' * used}, {backend}"
+    return pytest.param(backend, name, way, used, id=told, marks=marks)
 
 
 # rows with batch dims of their own
 @pytest.mark.filterwarnings("ignore:with ndim=., data of batch size")
-@pytest.mark.parametrize(("name", "way", "used"), [*cases()])
-def test_it_goes_on(name, way, used, tmp_path):
+@pytest.mark.parametrize(("backend", "name", "way", "used"), [*cases()])
+def test_it_goes_on(backend, name, way, used, tmp_path):
     maker = MAKERS[name]
-    with maker.running():
+    with running(backend):
         rb, other = (maker.make(tmp_path / str(seed), seed) for seed in range(2))
         for number in range(maker.before):
             maker.run(rb, number)

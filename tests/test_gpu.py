@@ -31,7 +31,7 @@ from rlbuf_td import (
 from rlbuf_td.kernels.dispatch import why_not_triton
 from tests.catalogue import SAMPLERS, SCHEMAS, Schema, assert_same, copied, transitions
 from tests.catalogue import numbered_rows as data
-from tests.samplers.test_training_loops import NEVER_WAIT, loop
+from tests.samplers.test_compiled import NEVER_WAIT, loop
 
 GPU = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(

@@ -39,6 +39,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.checkpoint import open_checkpoint
 from tests import test_lockstep
+from tests.catalogue import numbered_rows
 from tests.test_lockstep import stopped
 
 ROWS = 9
@@ -51,14 +52,6 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "uniform": UniformSampler,
 }
 PRIORITIZED = "proportional", "rank"
-
-
-def steps(first: int, number: int) -> TensorDict:
-    """Numbered rows, in episodes of 3 steps."""
-    x = torch.arange(first, first + number)
-    done = (x % 3 == 2)[:, None]
-    after = {"reward": x[:, None].float(), "done": done, "terminated": done.clone()}
-    return TensorDict({"x": x, "hidden": x[:, None] / 2, "next": after}, [number])
 
 
 @dataclass
@@ -91,7 +84,7 @@ def make(sampler: str, rows: int = ROWS, shift: int = 0) -> Any:
         stats=EpisodeStats(history=20),
         generator=torch.Generator().manual_seed(shift),
     )
-    rb.extend(steps(shift, ROWS + 2 - shift % 2))
+    rb.extend(numbered_rows(ROWS + 2 - shift % 2, shift, every=3))
     set_priorities(rb, shift)
     rb.sample()
     return rb
@@ -167,7 +160,7 @@ def check(world: World) -> None:
 def goes_on(world: World) -> None:
     """Write, draw and update, as if nothing had happened."""
     rb = world.rb
-    rb.extend(steps(600, 2))
+    rb.extend(numbered_rows(2, 600, every=3))
     assert rb.storage["x"].tolist().count(601) == 1
     for buffer in (rb, world.second):
         batch = buffer.sample()
@@ -204,12 +197,12 @@ def weigh(world: World, name: str, value: float) -> None:
 
 def edit(data: Any) -> None:
     data["x"] += 1000
-    data["hidden"] -= 1000
+    data["desired_goal"] -= 1000
 
 
 def new_storage() -> PackedStorage:
     storage = PackedStorage(ROWS)
-    storage.set(range(4), steps(300, 4))
+    storage.set(range(4), numbered_rows(4, 300, every=3))
     return storage
 
 
@@ -261,8 +254,10 @@ CHANGES: dict[str, Change] = {
     ),
     "rb.write_back": Change(
         lambda w: w.rb.write_back(
-            w.batch.set("x", torch.tensor([41, 42])).set("hidden", torch.ones(2, 1)),
-            ["x", "hidden"],
+            w.batch.set("x", torch.tensor([41, 42])).set(
+                "desired_goal", torch.ones(2, 1)
+            ),
+            ["x", "desired_goal"],
         )
     ),
     "rb.set_at_": Change(lambda w: w.rb.set_at_("x", torch.arange(2), [4, 6])),
@@ -270,12 +265,14 @@ CHANGES: dict[str, Change] = {
         lambda w: w.rb.__setitem__("next", w.rb["next"].apply(torch.zeros_like))
     ),
     "rb[index] = ": Change(
-        lambda w: w.rb.__setitem__(torch.tensor([0, 7]), steps(80, 2))
+        lambda w: w.rb.__setitem__(torch.tensor([0, 7]), numbered_rows(2, 80, every=3))
     ),
     "storage[key] = ": Change(
         lambda w: w.rb.storage.__setitem__("x", torch.zeros(ROWS, dtype=torch.int64))
     ),
-    "storage[index] = ": Change(lambda w: w.rb.storage.__setitem__(3, steps(80, 1)[0])),
+    "storage[index] = ": Change(
+        lambda w: w.rb.storage.__setitem__(3, numbered_rows(1, 80, every=3)[0])
+    ),
     "storage.edit": Change(lambda w: w.rb.storage.edit(edit, [1, 2])),
     "storage.edit, all": Change(
         lambda w: w.rb.storage.edit(lambda data: data["next", "done"].fill_(True))

@@ -40,6 +40,7 @@ from torchrl.data.replay_buffers import (
 
 import rlbuf_td
 from rlbuf_td import (
+    EpisodeSampler,
     EpisodeStats,
     HindsightSampler,
     MinibatchSampler,
@@ -61,7 +62,7 @@ from rlbuf_td import (
 from rlbuf_td.kernels.dispatch import uses_numba
 from tests import model as m
 from tests.backends import running
-from tests.model import Model, Recipe, Row, World
+from tests.model import Episodes, Model, Recipe, Row, World
 
 PACKAGE = str(Path(rlbuf_td.__file__).parent)
 ANCHORS, LANES = 6, 3
@@ -231,18 +232,90 @@ KINDS: dict[str, Kind] = {
         forms=["plain", "lanes"],
         distinct=True,
     ),
+    "rollout of agents": Kind(
+        lambda rows: MinibatchSampler(),
+        writer="rollout of agents",
+        forms=["plain", "lanes"],
+        distinct=True,
+    ),
+    "episodes": Kind(
+        lambda rows: EpisodeSampler(by="episode", gamma=0.9),
+        Recipe(episodes=Episodes(to_go=0.9)),
+    ),
+    "parts of episodes": Kind(
+        lambda rows: EpisodeSampler(None, 3, finished_only=False, gamma=0.5),
+        Recipe(episodes=Episodes(finished_only=False, max_length=3, to_go=0.5)),
+    ),
+    "concatenated episodes": Kind(
+        lambda rows: EpisodeSampler(
+            NStepSampler(hindsight(UniformSampler()), 3, 0.9),
+            finished_only=False,
+            layout="concatenated",
+        ),
+        Recipe(
+            n_step=True,
+            hindsight=True,
+            episodes=Episodes(padded=False, finished_only=False),
+        ),
+    ),
 }
+ROLLOUTS = "rollout", "rollout of agents"
+GAMMA, LMBDA, AGENTS = 0.9, 0.8, 3
 
 
 class Rollout(World):
-    """Rows with state values; the first row after a whole rollout begins another."""
+    """Rows with state values, and their estimates; the first row after a whole rollout
+    begins another."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # of each lane's next row, if its episode goes on
+        self.values = [self.numbers() for _ in self.names]
+
+    def numbers(self) -> list[float]:
+        return [self.rng.randrange(64) / 64]
 
     def make(self, lane: int) -> m.Fields:
-        value = self.rng.randrange(64) / 64
-        return super().make(lane) | {
-            ("state_value",): [value],
-            ("next", "state_value"): [value + 1],
+        fields = super().make(lane)
+        if self.ids and fields[m.INIT][0]:
+            self.values[lane] = self.numbers()
+        before, after = self.values[lane], self.numbers()
+        self.values[lane] = after
+        return fields | self.valued(lane, before, after)
+
+    def valued(self, lane: int, before: Any, after: Any) -> m.Fields:
+        return {("state_value",): before, ("next", "state_value"): after}
+
+    def tell(self, rows: Sequence[tuple[int, m.Fields]], index: Any = None) -> Any:
+        super().tell(rows, index)
+        self.estimate()
+        return index
+
+    def estimate(self) -> None:
+        m.estimate(self.model, GAMMA, LMBDA)
+
+
+class Agents(Rollout):
+    """Rows of a group of agents, who die, stay away and return."""
+
+    def numbers(self) -> Any:
+        return [[self.rng.randrange(64) / 64] for _ in range(AGENTS)]
+
+    def valued(self, lane: int, before: Any, after: Any) -> m.Fields:
+        rng = self.rng
+        terminated = [[rng.random() < 0.1] for _ in range(AGENTS)]
+        done = [[flag or rng.random() < 0.1] for (flag,) in terminated]
+        return {
+            (m.GROUP, "mask"): [rng.random() < 0.8 for _ in range(AGENTS)],
+            (m.GROUP, "state_value"): before,
+            ("next", m.GROUP, "state_value"): after,
+            ("next", m.GROUP, "reward"): self.numbers(),
+            ("next", m.GROUP, "terminated"): terminated,
+            ("next", m.GROUP, "done"): done,
         }
+
+    def estimate(self) -> None:
+        m.estimate(self.model, GAMMA, LMBDA, range(AGENTS))
 
 
 class Reservoir(World):
@@ -254,6 +327,13 @@ class Reservoir(World):
             if slot >= 0:
                 self.model.put(slot, lane, fields)
         return index
+
+
+WORLDS: dict[Any, type[World]] = {
+    "rollout": Rollout,
+    "rollout of agents": Agents,
+    ReservoirWriter: Reservoir,
+}
 
 
 class Silent:
@@ -320,19 +400,14 @@ class Machine:
     """A buffer, its model, batches that were drawn, and what was saved."""
 
     def __init__(self, form: str, kind: str, folder: Path, seed: int) -> None:
-        self.name, self.kind, self.folder = kind, KINDS[kind], folder
+        self.kind, self.folder = KINDS[kind], folder
         self.form, self.options, self.made = form, FORMS[form], 0
         self.is_compiled = uses_numba(torch.device("cpu"))
         self.lanes = LANES if "ndim" in self.options else 0
         self.steps = 2 + seed % 11 + (ANCHORS if self.kind.writer is QueueWriter else 0)
-        self.extra = (
-            ("advantage", "value_target") if self.kind.writer == "rollout" else ()
-        )
         self.is_ours = not form.startswith("torchrl")
         self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
-        world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(
-            self.kind.writer, World
-        )
+        world = WORLDS.get(self.kind.writer, World)
         ordered = self.kind.writer is not ReservoirWriter
         model = Model(
             self.steps,
@@ -345,7 +420,6 @@ class Machine:
         self.is_prioritized = hasattr(self.sampler, "priority")
         self.batches: list[tuple[TensorDictBase, list[Row]]] = []  # with their anchors
         self.saved: Any = None
-        self.mixed: Any = None  # a buffer in a mixture with another world
         self.handles: dict[Any, Any] = {}  # of lanes, by buffer and lane
         self.undrawn: set[int] = set()  # the numbers of rows in no batch
         self.extend(1, 0)
@@ -362,9 +436,15 @@ class Machine:
             self.made += not options.get("reopen")
             options["scratch_dir"] = self.folder / f"rows{self.made}"
         size = ANCHORS * self.kind.recipe.window
-        if writer == "rollout":
+        if writer in ROLLOUTS:
             return RolloutBuffer(
-                steps or self.steps, self.lanes or None, batch_size=size, partial=True
+                steps or self.steps,
+                self.lanes or None,
+                batch_size=size,
+                partial=True,
+                gamma=GAMMA,
+                lmbda=LMBDA,
+                group=m.GROUP if writer == "rollout of agents" else None,
             )
         storage, parts = PackedStorage(rows, lanes=self.lanes or None, **options), {}
         if writer is not None:
@@ -391,6 +471,9 @@ class Machine:
     def sampler(self) -> Any:
         return getattr(self.rb.sampler, "innermost", self.rb.sampler)
 
+    def do(self, operation: str, a: int, b: int) -> None:
+        getattr(self, operation)(a, b)
+
     # -- writes
 
     def extend(self, a: int, b: int) -> None:
@@ -398,7 +481,7 @@ class Machine:
         if self.lanes and not self.is_ours:
             # TorchRL's buffer cannot put the index of a single step into the data
             count += 1
-        if self.kind.writer == "rollout":
+        if self.kind.writer in ROLLOUTS:
             count = 1 + a % self.room()
         with self.writing(count, range(len(self.model.rows_of))):
             self.world.extend(count)
@@ -407,7 +490,7 @@ class Machine:
         # TorchRL's buffer cannot put the index of several lanes into the data
         if self.lanes and not self.is_ours:
             return
-        if self.kind.writer == "rollout":
+        if self.kind.writer in ROLLOUTS:
             self.room()
         with self.writing(1, range(len(self.model.rows_of))):
             self.world.add()
@@ -417,7 +500,7 @@ class Machine:
         if not self.is_ours or self.kind.writer is ReservoirWriter:
             return
         lane = b % LANES if self.appends and a % 2 else None
-        if self.kind.writer == "rollout":
+        if self.kind.writer in ROLLOUTS:
             self.room()
         with self.writing(1, range(len(self.model.rows_of))):
             self.world.add_step(lane)
@@ -483,7 +566,7 @@ class Machine:
 
     def sample(self, a: int, b: int) -> None:
         model, size = self.model, ANCHORS * self.kind.recipe.window
-        if not len(model):
+        if not len(model) or (self.kind.recipe.episodes and not self.draws):
             with pytest.raises((RuntimeError, queue.Empty)):
                 self.rb.sample()
             return
@@ -497,9 +580,11 @@ class Machine:
         anchors = self.check_batch(batch)
         self.batches = [*self.batches[-4:], (batch, anchors)]
 
-    def check_batch(self, batch: TensorDictBase) -> list[Row]:
+    def check_batch(
+        self, batch: TensorDictBase, *, is_weighted: bool = True
+    ) -> list[Row]:
         kind, model = self.kind, self.model
-        anchors = self.world.check_batch(batch.exclude(*self.extra), kind.recipe)
+        anchors = self.world.check_batch(batch, kind.recipe)
         rows, law = model.rows(), kind.law(model)
         place = {row.number: at for at, row in enumerate(rows)}
         drawn = [place[row.number] for row in anchors]
@@ -513,9 +598,8 @@ class Machine:
         assert not kind.distinct or len({*drawn}) == len(drawn), (
             "a row is twice in a batch"
         )
-        if "priority_weight" in batch.keys() and not isinstance(
-            self.sampler, RankSampler
-        ):
+        has_weights = is_weighted and "priority_weight" in batch.keys()
+        if has_weights and not isinstance(self.sampler, RankSampler):
             wanted = torch.tensor(
                 m.importance(law, drawn, 0.5, self.sampler.weight_norm)
             )
@@ -562,6 +646,11 @@ class Machine:
                 self.rb.update_tensordict_priority(batch)
             return
         self.rb.update_tensordict_priority(batch)
+        self.updated(batch, anchors)
+
+    def updated(self, batch: TensorDictBase, anchors: Sequence[Row]) -> None:
+        """Tell the model of the TD errors of a batch."""
+        recipe, errors = self.kind.recipe, batch["td_error"].tolist()
         if recipe.sequence:
             eta = (
                 self.rb.sampler.eta if self.rb.sampler.priority_rule == "mix" else None
@@ -613,13 +702,18 @@ class Machine:
         if not self.batches or not self.is_ours:
             return
         batch, anchors = self.batches[-1 - b % len(self.batches)]
-        if "sampled_at" not in batch.keys() or self.kind.recipe.sequence:
+        if "sampled_at" not in batch.keys() or self.repeats_rows:
             return
         new = torch.arange(len(batch)).float()[:, None].expand(-1, 3) + a
         found = self.rb.write_back(batch.set("hidden", new.contiguous()), "hidden")
         assert found == self.model.write_back(
             anchors, [{("hidden",): row} for row in new.tolist()]
         )
+
+    @property
+    def repeats_rows(self) -> bool:
+        """Whether batches hold other rows than those drawn."""
+        return self.kind.recipe.sequence or self.kind.recipe.episodes is not None
 
     def empty(self, a: int, b: int) -> None:
         if a % 3 == 0:  # emptying is rare
@@ -682,7 +776,7 @@ class Machine:
             for at in slots
             for lane in range(len(self.model.rows_of))
         ]
-        found = self.rb.storage.get(index).exclude("index", *self.extra).flatten()
+        found = self.rb.storage.get(index).exclude("index").flatten()
         m.assert_batch(found, wanted)
         for beyond in (count, -count - 1):
             with pytest.raises((IndexError, RuntimeError)):
@@ -705,17 +799,20 @@ class Machine:
         """Load what was saved, into this buffer or another of the same arguments."""
         if self.saved is None:
             return
-        (way, state, kept), rb = self.saved, self.rb
+        way, state, kept = self.saved
         is_other = a % 2 == 0 and not self.options.get("reopen")
-        if is_other:
-            rb = self.build()
+        rb = self.build() if is_other else self.rb
         rb.loads(self.folder / "dump") if way == "dumps" else rb.load_state_dict(
             copy.deepcopy(state)
         )
+        self.loaded(kept, rb, is_other=is_other)
+
+    def loaded(self, kept: Any, rb: Any, *, is_other: bool) -> None:
+        """Go on with what was kept when the state that ``rb`` has loaded was saved."""
         world, undrawn, batches = kept
         self.world, self.undrawn = m.saved(world), {*undrawn}
-        self.world.rb, self.saved = rb, (way, state, kept)
-        self.batches = batches if is_other else self.stale()
+        self.world.rb = rb
+        self.batches = [*batches] if is_other else self.stale()
         self.end_episodes()
 
     def end_episodes(self) -> None:
@@ -734,7 +831,7 @@ class Machine:
 
     def fork(self, a: int, b: int) -> None:
         """Go on with a copy in another process, of which this one sees nothing."""
-        if self.is_shared or "scratch_dir" in self.options or self.mixed is not None:
+        if self.is_shared or "scratch_dir" in self.options:
             return
 
         def work() -> None:
@@ -787,6 +884,9 @@ class Machine:
     @property
     def draws(self) -> bool:
         """Whether a batch of the usual size can be drawn."""
+        how = self.kind.recipe.episodes
+        if how is not None:
+            return bool(self.model.whole(only_finished=how.finished_only))
         return len(self.model) >= (ANCHORS if self.kind.distinct else 1)
 
     def share(self, a: int, b: int) -> None:
@@ -933,7 +1033,7 @@ class Machine:
         if "reopen" not in self.options:
             return
         self.rb.shutdown()
-        self.world.rb, self.handles, self.mixed = None, {}, None
+        self.world.rb, self.handles = None, {}
         gc.collect()  # an interrupted call may refer to the rows
         self.model.begin_episodes()
         if a % 2 and self.kind.writer is None:
@@ -960,40 +1060,6 @@ class Machine:
         child.rb = before.rb = self.build()
         self.settle(before, child, written, lanes, sure=False)
         return self.world is before
-
-    def mix(self, a: int, b: int) -> None:
-        """Draw from a mixture with another buffer."""
-        is_plain = (
-            self.kind.recipe == PLAIN
-            and self.kind.writer is None
-            and not self.kind.distinct
-        )
-        if not self.is_ours or not len(self.model) or not is_plain:
-            return
-        if self.mixed is None or self.mixed[0] is not self.rb:
-            other = World.of(
-                UniformSampler(), 5, self.lanes, 1.4, seed=a, ids=self.world.ids
-            )
-            shares = {"one": 0.5, "other": 0.5}
-            mixture = ReplayBufferMixture(
-                {"one": self.rb, "other": other.rb}, shares, batch_size=8
-            )
-            self.mixed = self.rb, other, mixture
-        _, other, mixture = self.mixed
-        mixture.sampler.one = (1 + a % 3) / 4
-        if b % 3 == 0:
-            other.extend(1 + a % 5)
-        for _ in range(2):  # the second batch is compiled
-            batch = mixture.sample()
-            parts = [
-                batch.exclude("source", "priority_weight")[batch["source"] == place]
-                for place in (0, 1)
-            ]
-            anchors, _ = self.check_batch(parts[0]), other.check_batch(parts[1])
-            if self.is_prioritized:
-                errors = torch.tensor([(a + k) % 9 / 4 for k in range(len(batch))])
-                mixture.update_tensordict_priority(batch.set("td_error", errors))
-                self.model.update(anchors, errors[batch["source"] == 0].tolist())
 
     def move(self, a: int, b: int) -> None:
         """Move memory of the rows that was handed out, or try to free or resize it."""
@@ -1036,7 +1102,7 @@ class Machine:
 
     def refused(self, a: int, b: int) -> None:
         """Write what does not fit, which changes nothing."""
-        if self.kind.writer == "rollout":
+        if self.kind.writer in ROLLOUTS:
             return
         world = m.saved(self.world)
         lanes = range(len(self.model.rows_of))
@@ -1064,7 +1130,7 @@ class Machine:
         rb.storage.check() if looks else rb.storage.ring.check()
         if self.is_prioritized:
             self.sampler.rule.check()
-        m.assert_holds(rb, model, episodes=looks, extra=self.extra)
+        m.assert_holds(rb, model, episodes=looks)
         if self.is_ours and rb.flow is not None:
             assert rb.flow.report()["inserts"] == rb.write_count
         if self.is_prioritized and len(model):
@@ -1080,6 +1146,221 @@ class Machine:
                 found, law = [found[at] for at in order], sorted(law, reverse=True)
             assert found == pytest.approx(law, rel=1e-5), "probabilities"
 
+
+class Mixture:
+    """Two buffers that are members of a mixture: an operation is one of the mixture, or
+    of one of them."""
+
+    def __init__(self, kind: str, folder: Path, seed: int) -> None:
+        recipe = KINDS[kind].recipe
+        others = [name for name in MIXED if KINDS[name].recipe == recipe]
+        forms = [form for form in FORMS if not form.startswith("torchrl")]
+        kinds = kind, others[seed % len(others)]
+        self.machines, self.folder = list[Machine](), folder
+        for number, name in enumerate(kinds):
+            (folder / str(number)).mkdir()
+            form = forms[(seed // 7 + 5 * number) % len(forms)]
+            # with or without ids, as the other one
+            own_seed = seed + 35 * number
+            machine = Machine(form, name, folder / str(number), own_seed)
+            self.machines.append(machine)
+        self.window = recipe.window
+        self.saved: Any = None
+        self.rb = self.mixture()
+
+    @property
+    def steps(self) -> list[int]:
+        return [machine.steps for machine in self.machines]
+
+    def mixture(self, members: Sequence[Any] = ()) -> Any:
+        """Return a mixture of some buffers, by default those of the machines."""
+        members = members or [machine.rb for machine in self.machines]
+        shares = {"one": 0.5, "other": 0.5}
+        size = ANCHORS * self.window
+        return ReplayBufferMixture(
+            dict(zip(shares, members, strict=True)), shares, batch_size=size
+        )
+
+    def do(self, operation: str, a: int, b: int) -> None:
+        if operation in MIXED_OPERATIONS:
+            getattr(self, operation)(a, b)
+            return
+        before = [machine.rb for machine in self.machines]
+        if operation == "reopen":  # lets go of the rows
+            self.rb, before = None, []
+        self.machines[a % 2].do(operation, a // 2, b)
+        after = [machine.rb for machine in self.machines]
+        if before != after:  # a member is another buffer now
+            self.rb = self.mixture()
+
+    def extend(self, a: int, b: int) -> None:
+        self.machines[a % 2].world.rb = Through(self.rb, self.rb.names[a % 2])
+        self.machines[a % 2].extend(a // 2, b)
+        self.machines[a % 2].world.rb = self.rb[self.rb.names[a % 2]]
+
+    def empty(self, a: int, b: int) -> None:
+        if a % 3 == 0:
+            self.rb.empty()
+            for machine in self.machines:
+                machine.emptied()
+
+    def sample(self, a: int, b: int) -> None:
+        count = 2 + a % 3
+        self.rb.sampler.one = count / ANCHORS
+        if not all(len(machine.model) for machine in self.machines):
+            with pytest.raises(RuntimeError, match="has no rows"):
+                self.rb.sample()
+            return
+        batch = self.rb.sample()
+        counts = batch["source"].bincount(minlength=2).tolist()
+        assert counts == [count * self.window, (ANCHORS - count) * self.window]
+        drawn = list[list[Row]]()
+        for number, machine in enumerate(self.machines):
+            anchors = machine.check_batch(self.part(batch, number), is_weighted=False)
+            machine.batches = [*machine.batches[-4:], (batch, anchors)]
+            drawn.append(anchors)
+        self.check_weights(batch, drawn)
+
+    def part(self, batch: TensorDictBase, number: int) -> TensorDictBase:
+        return batch[batch["source"] == number].exclude("source")
+
+    def check_weights(self, batch: TensorDictBase, drawn: list[list[Row]]) -> None:
+        machines = self.machines
+        if not any(machine.is_prioritized for machine in machines):
+            assert "priority_weight" not in batch.keys()
+            return
+        if any(isinstance(machine.sampler, RankSampler) for machine in machines):
+            return  # rows of equal priorities are in any order
+        laws = [
+            machine.kind.law(machine.model) if machine.is_prioritized else None
+            for machine in machines
+        ]
+        places = [
+            [machine.model.rows().index(row) for row in rows]
+            for machine, rows in zip(machines, drawn, strict=True)
+        ]
+        norms: list[Any] = [
+            machine.sampler.weight_norm if machine.is_prioritized else "buffer"
+            for machine in machines
+        ]
+        wanted = torch.tensor(m.mixed_importance(laws, places, 0.5, norms))
+        weights = batch["priority_weight"].view(-1, self.window)
+        torch.testing.assert_close(
+            weights, wanted[:, None].expand_as(weights), rtol=1e-4, atol=0.0
+        )
+
+    def update(self, a: int, b: int) -> None:
+        """Give errors to a batch; or not, if an error of one member is no number."""
+        prioritized = [machine for machine in self.machines if machine.is_prioritized]
+        if not prioritized or not prioritized[0].batches:
+            return
+        age = -1 - b % len(prioritized[0].batches)
+        batch = prioritized[0].batches[age][0]
+        errors = torch.tensor([((a + 5 * k) % 17 - 8) / 4 for k in range(len(batch))])
+        machine = prioritized[a % len(prioritized)]
+        if a % 3 == 2 and machine.is_compiled:  # else they are counted
+            recipe = machine.kind.recipe
+            first = batch["source"].tolist().index(self.machines.index(machine))
+            errors[first + recipe.burn_in * recipe.sequence] = math.nan
+        batch["td_error"] = errors
+        if errors.isnan().any():
+            with pytest.raises(ValueError, match=r"NaN|finite"):
+                self.rb.update_tensordict_priority(batch)
+            return
+        self.rb.update_tensordict_priority(batch)
+        for number, machine in enumerate(self.machines):
+            if machine.is_prioritized:
+                _, anchors = machine.batches[age]
+                machine.updated(self.part(batch, number), anchors)
+
+    def write_back(self, a: int, b: int) -> None:
+        machines = self.machines
+        if not machines[0].batches or machines[0].repeats_rows:
+            return
+        age = -1 - b % len(machines[0].batches)
+        batch = machines[0].batches[age][0]
+        if "sampled_at" not in batch.keys():
+            return
+        new = torch.arange(len(batch)).float()[:, None].expand(-1, 3) + a
+        count = self.rb.write_back(batch.set("hidden", new.contiguous()), "hidden")
+        parts = [
+            [{("hidden",): row} for row in new[batch["source"] == number].tolist()]
+            for number in range(2)
+        ]
+        assert count == sum(
+            machine.model.write_back(machine.batches[age][1], part)
+            for machine, part in zip(machines, parts, strict=True)
+        )
+
+    def save(self, a: int, b: int) -> None:
+        state = None
+        if a % 2:
+            state = self.rb.state_dict()
+        else:
+            self.rb.dumps(self.folder / "dump")
+        kept = [machine.kept() for machine in self.machines]
+        self.saved = state, kept, dict(self.rb.sampler.by_name)
+
+    def load(self, a: int, b: int) -> None:
+        """Load what was saved, into this mixture or another one."""
+        if self.saved is None:
+            return
+        state, kept, shares = self.saved
+        is_other = a % 2 == 0 and not self.reopens
+        if is_other:
+            self.rb = self.mixture([machine.build() for machine in self.machines])
+        if state is None:
+            self.rb.loads(self.folder / "dump")
+        else:
+            self.rb.load_state_dict(copy.deepcopy(state))
+        assert self.rb.sampler.by_name == pytest.approx(shares)
+        for machine, own, rb in zip(
+            self.machines, kept, self.rb.members.values(), strict=True
+        ):
+            machine.loaded(own, rb, is_other=is_other)
+
+    @property
+    def reopens(self) -> bool:
+        return any("reopen" in machine.options for machine in self.machines)
+
+    def copied(self, a: int, b: int) -> None:
+        if self.reopens or any(machine.is_shared for machine in self.machines):
+            return
+        self.rb = (
+            copy.deepcopy(self.rb) if a % 2 else pickle.loads(pickle.dumps(self.rb))
+        )
+        for machine, rb in zip(self.machines, self.rb.members.values(), strict=True):
+            machine.world.rb = rb
+
+    def check(self, looks: bool) -> None:
+        for machine in self.machines:
+            machine.check(looks)
+        assert len(self.rb) == sum(len(machine.model) for machine in self.machines)
+
+
+class Through:
+    """Writes to a member of a mixture through the mixture."""
+
+    def __init__(self, mixture: Any, name: str) -> None:
+        self.mixture, self.name = mixture, name
+
+    def extend(self, data: TensorDictBase) -> Any:
+        return self.mixture.extend(data, self.name)
+
+
+def fits_mixtures(kind: Kind) -> bool:
+    """Whether a kind gives any number of rows."""
+    is_whole = kind.recipe.episodes is None
+    return is_whole and kind.writer is None and not kind.distinct
+
+
+#: What a mixture does itself; its members do everything else.
+MIXED_OPERATIONS = (
+    *("extend", "empty", "sample", "update", "write_back", "save", "load", "copied"),
+)
+MIXED = [
+    name for name, kind in KINDS.items() if fits_mixtures(kind) and name != "chunks"
+]
 
 OPERATIONS = (
     *(
@@ -1109,13 +1390,17 @@ OPERATIONS = (
         "copied",
         "share",
     ),
-    *("write_elsewhere", "kill", "interrupt", "reopen", "mix", "move", "refused"),
+    *("write_elsewhere", "kill", "interrupt", "reopen", "move", "refused"),
     *("fork", "actor", "crash", "interrupt_change"),
 )
 CASES = [(form, kind) for kind, made in KINDS.items() for form in made.forms]
+CASES += [("mixture", kind) for kind in MIXED]
 _number = st.integers(0, 60)
-_operations = st.lists(
-    st.tuples(st.sampled_from(OPERATIONS), _number, _number), min_size=5, max_size=30
+_operations, _mixed_operations = (
+    st.lists(
+        st.tuples(st.sampled_from(names), _number, _number), min_size=5, max_size=30
+    )
+    for names in (OPERATIONS, (*OPERATIONS, *MIXED_OPERATIONS * 5))
 )
 _seeds = st.integers(0, 2**20)
 # which takes minutes
@@ -1140,10 +1425,14 @@ def play(
     ):
         # TorchRL warns of another batch size, Python 3.12 of forks beside threads
         warnings.simplefilter("ignore")
-        machine = Machine(form, kind, Path(folder), seed)
+        machine = (
+            Mixture(kind, Path(folder), seed)
+            if form == "mixture"
+            else Machine(form, kind, Path(folder), seed)
+        )
         for number, (name, a, b) in enumerate(operations):
             try:
-                getattr(machine, name)(a, b)
+                machine.do(name, a, b)
                 machine.check(looks)
                 machine.sample(0, 0)
                 machine.check(looks=False)
@@ -1229,6 +1518,17 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
 def test_programs_that_once_failed(name: str, backend: str) -> None:
     form, kind, operations, seed = PROGRAMS[name]
     play(form, kind, operations, seed, True, backend)
+
+
+@pytest.mark.parametrize(
+    "kind", ["uniform", "proportional by batch", "n-step of hindsight", "sequence"]
+)
+@settings(max_examples=3, phases=_phases)
+@given(operations=_mixed_operations, seed=_seeds, looks=st.booleans())
+def test_mixtures_agree_with_the_model(
+    kind: str, operations: Any, seed: int, looks: bool
+) -> None:
+    play("mixture", kind, operations, seed, looks)
 
 
 @pytest.mark.parametrize(

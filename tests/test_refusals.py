@@ -13,13 +13,28 @@ generator alone. To add a refusal, add a row: one line, if possible.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
+import rlbuf_td
+from rlbuf_td import (
+    EpisodeSampler,
+    EpisodeStats,
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    RolloutWriter,
+    SchemaError,
+    SequenceSampler,
+    TrajectoryIndex,
+    UniformSampler,
+)
+from rlbuf_td.buffers.flow import FlowControl
 from tests.catalogue import as_bytes
 from tests.refusals import arguments, buffers, envs, samplers, storages
 
@@ -84,3 +99,153 @@ def test_it_is_refused_and_nothing_changes(is_drawn, make, call, said):
     found = what_follows(made)
     torch.manual_seed(0)
     assert found == what_follows(make())
+
+
+# -- settings and keys
+
+
+td: Any = rlbuf_td  # the arguments are not checked: they are wrong on purpose
+
+
+def flow(**settings: Any) -> FlowControl:
+    return FlowControl(**{"samples_per_insert": 1.0} | settings)
+
+
+#: For each setting: its maker, and numbers out of range.
+SETTINGS: dict[str, tuple[Callable[[Any], Any], list[float]]] = {
+    "gamma": (lambda x: td.NStepSampler(td.UniformSampler(), 3, x), [-0.1, 1.5]),
+    "n_steps": (lambda x: td.NStepSampler(td.UniformSampler(), x, 0.9), [0, 2.5]),
+    "her_ratio": (
+        lambda x: td.HindsightSampler(td.UniformSampler(), len, her_ratio=x),
+        [-1, 2],
+    ),
+    "alpha": (lambda x: td.ProportionalSampler(4, x), [-1, float("inf")]),
+    "beta": (lambda x: td.RankSampler(4, 0.5, x), [-1, float("nan")]),
+    "eta": (
+        lambda x: td.SequenceSampler(td.ProportionalSampler(4), 2, eta=x),
+        [-1, 2],
+    ),
+    "half_life": (lambda x: td.RecencySampler(half_life=x), [-1, 0]),
+    "epochs": (lambda x: td.MinibatchSampler(x), [-1, 0.5]),
+    "max_age": (lambda x: td.UniformSampler(max_age=x), [-1, 0.5]),
+    "max_size": (lambda x: td.PackedStorage(x), [0, 2.5]),
+    "samples_per_insert": (lambda x: flow(samples_per_insert=x), [0, float("inf")]),
+    "min_size": (lambda x: flow(min_size=x), [-1, 2.5]),
+    "tolerance": (lambda x: flow(tolerance=x), [0, float("nan")]),
+    "window": (lambda x: td.EpisodeStats(window=x), [0, 2.5]),
+    "history": (lambda x: td.EpisodeStats(history=x), [0, 2.5]),
+    "batch_size": (lambda x: td.ReplayBuffer().sample(x), [-1, 2.5]),
+    "timeout": (lambda x: td.ReplayBuffer().wait_until_sampleable(1, x), [-1]),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_value_that_is_no_number_is_a_type_error_that_names_the_setting(name):
+    make, _ = SETTINGS[name]
+    for value in ("0.5", [0.5], {}, True, torch.zeros(2)):
+        with pytest.raises(TypeError, match=f"{name} must be .* got .*, of type"):
+            make(value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_number_out_of_range_is_a_value_error_that_names_the_setting(name):
+    make, wrong = SETTINGS[name]
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            make(value)
+
+
+# -- keys of flags and ids
+
+N = 8
+FLAG = torch.arange(N)[:, None] == 5
+FLAGS = {"done": FLAG, "terminated": FLAG, "truncated": FLAG & False}
+
+
+def rows(flags: dict[str, Any] = FLAGS, **entries: Any) -> TensorDict:
+    place = torch.arange(N).float()[:, None]
+    after = {"reward": torch.ones(N, 1), "achieved_goal": place + 1} | flags
+    stored = {"achieved_goal": place, "desired_goal": place, "state_value": place}
+    return TensorDict(stored | {"next": after} | entries, [N])
+
+
+def sampled_by(wrap: Callable[..., Any], size: int = 4) -> Callable[..., Any]:
+    def use(data: TensorDict, **keys: Any) -> Any:
+        sampler = wrap(**keys)
+        rb = ReplayBuffer(storage=PackedStorage(N), sampler=sampler, batch_size=size)
+        rb.extend(data)
+        return rb.sample()
+
+    return use
+
+
+def indexed(data: TensorDict, **keys: Any) -> Any:
+    rb = ReplayBuffer(storage=PackedStorage(N))
+    rb.extend(data)
+    return TrajectoryIndex(rb.storage, **keys).steps_ahead(torch.arange(N))
+
+
+def counted(data: TensorDict, **keys: Any) -> Any:
+    if "traj_key" in keys:
+        keys["trajectory_key"] = keys.pop("traj_key")
+    rb = ReplayBuffer(storage=PackedStorage(N), stats=EpisodeStats(**keys))
+    rb.add(data[0])
+    assert len(rb) == 1
+    rb.extend(data)
+    return rb.episode_stats
+
+
+def rolled_out(data: TensorDict, **keys: Any) -> Any:
+    if "traj_key" in keys:
+        keys["trajectory_key"] = keys.pop("traj_key")
+    writer = RolloutWriter(**keys)
+    rb = ReplayBuffer(storage=PackedStorage(N), writer=writer)
+    rb.extend(data.clone().set(("next", "state_value"), data["state_value"] + 1))
+    return rb.sample(4)
+
+
+def reward_of(batch: TensorDict) -> torch.Tensor:
+    return batch["next", "reward"]
+
+
+USES: dict[str, Callable[..., Any]] = {
+    "n-step returns": sampled_by(
+        lambda **keys: NStepSampler(UniformSampler(), 3, 0.9, **keys)
+    ),
+    "windows": sampled_by(lambda **keys: SequenceSampler(UniformSampler(), 2, **keys)),
+    "goals": sampled_by(
+        lambda **keys: HindsightSampler(UniformSampler(), reward_of, **keys)
+    ),
+    "episodes": sampled_by(lambda **keys: EpisodeSampler(**keys)),
+    "an index": indexed,
+    "statistics": counted,
+    "a rollout": rolled_out,
+}
+MISSPELT: list[tuple[str, Any, str]] = [
+    ("done_key", ("next", "fin"), "fin"),
+    ("done_key", ("nxt", "doen"), "doen"),
+    ("traj_key", ("collector", "traj_id"), "traj_id'"),
+    ("traj_key", "lap", "lap"),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("argument", "key", "said"), MISSPELT)
+def test_a_key_that_only_a_user_can_have_named_is_not_replaced_by_others(
+    use, argument, key, said
+):
+    ids = {("collector", "traj_ids"): torch.zeros(N, dtype=torch.int64)}
+    for data in (rows(), rows().update(ids)):
+        with pytest.raises((KeyError, SchemaError), match=said):
+            USES[use](data, **{argument: key})
+
+
+@pytest.mark.parametrize("use", USES)
+def test_keys_that_are_not_named_may_be_missing(use):
+    apart = {name: FLAGS[name] for name in ("terminated", "truncated")}
+    for flags in (FLAGS, apart, {"done": FLAG}):
+        USES[use](rows(flags))
+    of_agents = {"knight": TensorDict(apart, [N])}
+    USES[use](rows(FLAGS | of_agents), done_key=("next", "knight", "done"))
+    USES[use](rows(FLAGS | {"over": FLAG}), done_key=("next", "over"))
+    USES[use](rows(lap=torch.arange(N) // 4), traj_key="lap")

@@ -59,14 +59,14 @@ BREAKS = [
         "storages/packed.py",
         "return flat.masked_fill(stale, -1), int(count)",
         "return flat, int(count)",
-        "tests/storages/test_staleness.py",
+        "tests/test_replaced_rows.py",
     ),
     Break(
         "the compiled form takes a stale stamp",
         "kernels/batch/cpu.py",
         "                row[i] = -1\n                stale += 1\n",
         "                stale += 1\n",
-        "tests/storages/test_staleness.py",
+        "tests/test_replaced_rows.py",
     ),
     Break(
         "listeners are told of the first new row alone",
@@ -264,7 +264,7 @@ BREAKS = [
         "samplers/minibatch.py",
         "position = stop\n",
         "position = max(start + 1, stop - (stop < count))\n",
-        "tests/samplers/test_minibatch.py",
+        "tests/samplers/test_uniform.py",
     ),
     Break(
         "the oldest row of the window is never drawn",
@@ -308,7 +308,7 @@ BREAKS = [
         "kernels/scan/cpu.py",
         "later = zero if done[i, t, f] else decay * advantage[i, t + 1, f]",
         "later = zero if terminated[i, t, f] else decay * advantage[i, t + 1, f]",
-        "tests/kernels/test_scan.py",
+        "tests/functional/test_functional.py",
     ),
     # -- buffers
     Break(
@@ -389,7 +389,7 @@ BREAKS = [
         "storages/ring.py",
         "return self.numbers[ESTIMATED] == self.numbers[PUBLICATION]",
         "return self.numbers[ESTIMATED] > 0",
-        "tests/writers/test_first_read.py -k 'part or share'",
+        "tests/writers/test_rollout.py -k 'part or share'",
     ),
     # -- processes
     Break(
@@ -483,7 +483,7 @@ BREAKS = [
         "samplers/priorities.py",
         "        stamp = others.pop(0) if update.stamp is not None else 0",
         "        stamp = 0",
-        "tests/storages/test_staleness.py",
+        "tests/test_replaced_rows.py",
     ),
     Break(
         "a step that resets keeps the first observation of the next episode",
@@ -788,7 +788,7 @@ BREAKS = [
         "buffers/replay.py",
         "            listeners.remove(self)\n",
         "            pass\n",
-        "tests/buffers/test_deletion.py -k the_rows_are_freed_at_the_end_of_a_with_block",
+        "tests/storages/test_memory.py -k the_rows_are_freed_at_the_end_of_a_with_block",
     ),
     Break(
         "a buffer that was shut down keeps the file of priorities",
@@ -859,14 +859,14 @@ BREAKS = [
         "samplers/episode.py",
         "state = ref(storage), len(storage), storage.revision",
         "state = ref(storage), len(storage), 0",
-        "tests/samplers/test_episode.py -k runTest",
+        "tests/test_lockstep.py -k 'pisode and agree'",
     ),
     Break(
         "padding has the return to go of the last step",
         "samplers/episode.py",
         'info["reward_to_go"] = torch.where(is_real, to_go, 0)',
         'info["reward_to_go"] = to_go',
-        "tests/samplers/test_episode.py -k runTest",
+        "tests/test_lockstep.py -k 'pisode and agree'",
     ),
     Break(
         "a reopened row has the priority of the row that it replaced",
@@ -937,7 +937,7 @@ BREAKS = [
         "writers/estimator.py",
         "value = added = torch.where(is_missing, values.to(value.dtype), value)",
         "value = added = values.to(value.dtype)",
-        "tests/writers/test_first_read.py -k missing_in_some",
+        "tests/writers/test_rollout.py -k missing_in_some",
     ),
     # -- corners of storages
     Break(
@@ -952,7 +952,7 @@ BREAKS = [
         "storages/ring.py",
         "self.after[TAIL], self.after[WRITTEN] = tail + up, written + up",
         "self.after[TAIL], self.after[WRITTEN] = tail, written",
-        "tests/storages/test_staleness.py -k before_a_load",
+        "tests/test_replaced_rows.py -k before_a_load",
     ),
     Break(
         "rows that a killed write had published are not announced",
@@ -1109,7 +1109,7 @@ BREAKS = [
         "kernels/batch/cpu.py",
         "                stamp += (row[i] // lanes - stamp) % record.steps\n",
         "                stamp += 0\n",
-        "tests/storages/test_staleness.py tests/samplers/test_sequence.py",
+        "tests/test_replaced_rows.py tests/samplers/test_sequence.py",
     ),
     Break(
         "padding counts in the statistics of episodes",

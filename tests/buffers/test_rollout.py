@@ -35,9 +35,8 @@ from rlbuf_td import PettingZooRecorder
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.writers import RolloutWriter
-from tests.catalogue import assert_same
+from tests.catalogue import assert_same, make_world
 from tests.multi_agent import Meadow, act
-from tests.writers.random_walk import make_world
 
 
 def filled(world, steps=8, data=None, **kwargs):

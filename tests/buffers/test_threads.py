@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 import rlbuf_td.kernels
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, buffer_of
 from tests.storages.test_kill import check_priorities
 
 CAPACITY = 500
@@ -80,14 +80,8 @@ class Crowd:
 
 
 def make(sampler: str, **kwargs) -> ReplayBuffer:
-    rb = ReplayBuffer(
-        storage=PackedStorage(CAPACITY),
-        sampler=SAMPLERS[sampler](CAPACITY),
-        batch_size=32,
-        **kwargs,
-    )
-    rb.extend(rows(0, 64))
-    return rb
+    made = SAMPLERS[sampler](CAPACITY)
+    return buffer_of(CAPACITY, made, rows=rows(0, 64), batch_size=32, **kwargs)
 
 
 def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int]]:

@@ -1,18 +1,29 @@
-"""What ``rb.health()`` says, against plain counts of what was drawn and written."""
+"""What ``rb.health()`` says, against plain counts of what was drawn and written; and
+what plots show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import RandomSampler, Sampler, TensorDictMaxValueWriter
 
 import rlbuf_td as td
+from rlbuf_td.diagnostics.plots import (
+    plot_advantages,
+    plot_episodes,
+    plot_health,
+    plot_trajectory,
+)
 from tests.catalogue import SAMPLERS
 
 CAPACITY = 40
@@ -165,3 +176,200 @@ def test_numbers_of_unknown_samplers_and_writers_are_left_out():
     best.extend(numbered(0, 5)[0])
     best.sample()
     assert not [name for name in best.health() if name.startswith("age")]
+
+
+# -- plots show what the buffer holds, and are labelled
+
+
+LANES, STEPS = 3, 50
+
+
+def steps(seed: int = 0) -> TensorDict:
+    """Return ``[E, T]`` steps whose observation counts them; episodes end every 8, 9
+    and 10 steps."""
+    g = torch.Generator().manual_seed(seed)
+    time = torch.arange(STEPS).expand(LANES, STEPS).unsqueeze(-1)
+    done = (time + 1) % torch.arange(8, 8 + LANES).view(-1, 1, 1) == 0
+    return TensorDict(
+        {
+            "observation": torch.cat([time, -time], -1).float(),
+            "action": torch.nn.functional.one_hot(
+                torch.randint(3, (LANES, STEPS), generator=g), 3
+            ),
+            "next": {
+                "reward": torch.randn(LANES, STEPS, 1, generator=g),
+                "done": done,
+                "terminated": done,
+            },
+        },
+        [LANES, STEPS],
+    )
+
+
+def buffer(sampler: object = None, capacity: int = 200) -> td.ReplayBuffer:
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(capacity, ndim=2),
+        sampler=sampler or td.ProportionalSampler(capacity + 2),
+        batch_size=32,
+        stats=td.EpisodeStats(window=5),
+    )
+    rb.extend(steps())
+    rb.sample()
+    return rb
+
+
+def heights(axes: Axes) -> list[float]:
+    return [bar.get_height() for bar in axes.patches]  # pyrefly: ignore [missing-attribute]
+
+
+def lines(figure: Figure) -> list[list[np.ndarray]]:
+    return [
+        [np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "zeros"),
+    [(td.ProportionalSampler, 150), (td.ProportionalSampler, 30), (td.RankSampler, 30)],
+)
+def test_health_shows_what_health_says(kind, zeros):
+    rb = buffer(kind(202, 0.5))
+    rb.update_priority(
+        torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)])
+    )
+    figure = plot_health(rb)
+    age, weights, errors, mass = figure.axes
+    assert sum(heights(age)) == 32
+    assert sum(heights(weights)) == 32
+    assert sum(heights(errors)) == pytest.approx(1 - zeros / 150)
+    assert mass.lines[-1].get_ydata() == [rb.health()["top_mass"]]
+    with np.errstate(all="raise"):
+        assert figure._repr_png_().startswith(b"\x89PNG")  # pyrefly: ignore [missing-attribute]
+    assert len(plot_health(buffer(td.UniformSampler(), capacity=198)).axes) == 2
+
+
+def test_episodes_show_every_episode_and_the_running_mean():
+    rb = buffer()
+    stats = rb.episode_stats
+    assert stats is not None
+    figure = plot_episodes(stats)
+    assert len(figure.axes) == 3
+    returns = stats.history()["return"].numpy()
+    dots, mean = lines(figure)[0]
+    assert np.array_equal(dots, returns)
+    assert np.allclose(
+        mean, [returns[max(0, n - 4) : n + 1].mean() for n in range(len(returns))]
+    )
+
+
+def test_a_trajectory_is_shown_whole_across_the_wrap():
+    # 20 time steps of 50: 40 to 49, then 30 to 39
+    rb = buffer(td.UniformSampler(), capacity=60)
+    # lane 1 ends at 35 and 44
+    row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1
+    figure = plot_trajectory(rb, row)
+    assert len(figure.axes) == 3
+    reward, action, observation = lines(figure)
+    assert observation[0].tolist() == list(range(36, 45))
+    assert observation[1].tolist() == [-step for step in range(36, 45)]
+    assert np.array_equal(reward[0], steps()["next", "reward"][1, 36:45, 0])
+    assert np.array_equal(action[0], steps()["action"][1, 36:45].argmax(-1))
+    assert (
+        plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
+    )
+    assert len(plot_trajectory(rb, row, keys=["observation"]).axes) == 1
+
+
+def test_a_rollout_shows_values_targets_and_advantages():
+    critic = TensorDictModule(
+        lambda x: x[..., :1] / 50, in_keys=["observation"], out_keys=["state_value"]
+    )
+    rollout = td.RolloutBuffer(STEPS, LANES, value_network=critic, batch_size=50)
+    data = steps()
+    data["next", "observation"] = data["observation"] + 1
+    rollout.extend(data)
+    figure = plot_advantages(rollout)
+    assert len(figure.axes) == 3
+    top, advantages, _ = figure.axes
+    assert np.array_equal(
+        top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0]
+    )
+    assert np.array_equal(
+        top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0]
+    )
+    assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [
+        7.5,
+        15.5,
+        23.5,
+        31.5,
+        39.5,
+        47.5,
+    ]
+    assert sum(heights(advantages)) == STEPS * LANES
+
+
+def rollout_of(length: int) -> td.RolloutBuffer:
+    rollout = td.RolloutBuffer(length, LANES)
+    data = steps()[:, :length]
+    value = data["observation"][..., :1] / 50
+    data["state_value"], data["next", "state_value"] = value, value + 0.1
+    rollout.extend(data)
+    return rollout
+
+
+def sampled(rows: int) -> td.ReplayBuffer:
+    """Return a buffer whose draws are spread over ``rows`` rows."""
+    rb = td.ReplayBuffer(
+        storage=td.PackedStorage(200, ndim=2),
+        sampler=td.ProportionalSampler(200, 0.9),
+        batch_size=3,
+        stats=td.EpisodeStats(),
+    )
+    rb.extend(steps()[:, : rows // LANES])
+    rb.update_priority(torch.arange(len(rb)), torch.arange(1.0, len(rb) + 1))
+    rb.sample()
+    return rb
+
+
+FIGURES = {
+    "a few draws": lambda: plot_health(sampled(12)),
+    "more draws": lambda: plot_health(sampled(150)),
+    "a few episodes": lambda: plot_episodes(sampled(30).episode_stats),
+    "a short rollout": lambda: plot_advantages(rollout_of(3)),
+    "a trajectory": lambda: plot_trajectory(buffer(), 30),
+}
+COUNTS = "rows", "steps", "length, steps", "return =\nlength in steps"
+
+
+@pytest.mark.parametrize("make", FIGURES.values(), ids=FIGURES)
+def test_each_tick_is_labelled_with_the_number_where_it_stands(make):
+    figure = make()
+    figure.draw_without_rendering()
+    read = 0
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            for tick in axis.get_major_ticks():
+                place, label = tick.get_loc(), tick.label1
+                text = label.get_text().replace("\N{MINUS SIGN}", "-")
+                if "$" in text or not text:  # a power of ten
+                    continue
+                share = text.endswith("%")
+                number = float(text.rstrip("%")) / (100 if share else 1)
+                assert number == pytest.approx(place, rel=1e-4, abs=1e-9)
+                is_count = (
+                    axis.get_label_text() in COUNTS or "step" in axis.get_label_text()
+                )
+                assert share or not is_count or place == round(place)
+                read += 1
+    assert read >= 8
+
+
+def test_the_band_of_a_deviation_stays_within_the_range_of_the_episodes():
+    stats = td.EpisodeStats(window=10)
+    done = torch.ones(40, 1, dtype=torch.bool)
+    reward = (torch.arange(40) % 10 == 0).float().unsqueeze(-1)  # mostly 0, some 1
+    stats.update(TensorDict({"next": {"reward": reward, "done": done}}, [40]))
+    (band,) = plot_episodes(stats).axes[0].collections
+    heights_of_band = np.asarray(band.get_paths()[0].vertices)[:, 1]
+    assert heights_of_band.min() == 0.0
+    assert 0.1 < heights_of_band.max() <= 1.0

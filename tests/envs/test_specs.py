@@ -21,7 +21,7 @@ import rlbuf_td as td
 from rlbuf_td.envs.specs import transition_schema
 from tests.catalogue import assert_same
 from tests.environments import SPACES
-from tests.residency import resident
+from tests.storages.test_memory import resident
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"

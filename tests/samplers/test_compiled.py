@@ -1,26 +1,33 @@
-"""Compiled stages equal torch stages: whole buffers and single batches, over one list
-of cases each."""
+"""Compiled loops equal the torch forms, over whole buffers and single batches; and the
+torch forms ask no device for a value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import is_tensor_collection
+from tensordict import TensorDict, is_tensor_collection
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlbuf_td import (
     HindsightSampler,
     NStepSampler,
+    PackedStorage,
     ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
     SequenceSampler,
     UniformSampler,
+    functional,
 )
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from tests import catalogue
+from tests.backends import forced, running
 from tests.catalogue import SAMPLERS
+from tests.catalogue import numbered_rows as data
 from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 
 # -- buffers, with the loops of the CPU and with the torch operations of other devices
@@ -41,6 +48,7 @@ def assert_close(left, right) -> None:
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
+BACKENDS = "compiled", "reference"
 # which take other numbers from the generator on other devices
 DIFFERENT = "unique", "strict"
 PLACES = "rows", "lanes", "lanes apart", "observations once"
@@ -62,21 +70,23 @@ def turns(cases: list[Any], every: int) -> list[Any]:
 def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
     sampler, form, tmp_path
 ):
-    given = FORMS[form].of(MORE[sampler])
-    makers = [replace(given, backend=backend) for backend in (None, "torch")]
-    buffers = [made_by(maker, tmp_path) for maker in makers]
-    for number in range(given.before + 1):
-        assert_close(
-            *(maker.run(rb, number) for maker, rb in zip(makers, buffers, strict=True))
-        )
-    copies = [made_by(maker, tmp_path) for maker in makers]
-    for maker, rb, source in zip(makers, copies, reversed(buffers), strict=True):
-        with maker.running():
-            rb.load_state_dict(source.state_dict())
-    for number in given.after():
+    maker = FORMS[form].of(MORE[sampler])
+
+    def run(rb: Any, backend: str, number: int) -> list[Any]:
+        with running(backend):
+            return maker.run(rb, number)
+
+    buffers = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
+    for number in range(maker.before + 1):
+        assert_close(*(run(rb, backend, number) for backend, rb in buffers.items()))
+    copies = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
+    for backend, source in zip(BACKENDS, reversed(buffers.values()), strict=True):
+        with running(backend):
+            copies[backend].load_state_dict(source.state_dict())
+    for number in maker.after():
         ours, *others = (
-            maker.run(rb, number)
-            for maker, rb in zip(makers * 2, buffers + copies, strict=True)
+            run(rb, backend, number)
+            for backend, rb in (*buffers.items(), *copies.items())
         )
         for theirs in others:
             assert_close(ours, theirs)
@@ -86,10 +96,10 @@ def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
 def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
     name, tmp_path
 ):
-    maker = replace(FORMS["rows"].of(SAMPLERS[name]), backend="torch")
-    rb = made_by(maker, tmp_path)
-    maker.run(rb, 0)
-    with maker.running():
+    maker = FORMS["rows"].of(SAMPLERS[name])
+    with running("reference"):
+        rb = maker.make(tmp_path, 0)
+        maker.run(rb, 0)
         rb.update_priority(torch.tensor([0, 1, 2]), torch.tensor([5.0, 3.0, 4.0]))
         rb.update_priority(
             torch.tensor([0, 1, 2, -1]),
@@ -99,8 +109,8 @@ def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
         assert rb.health()["refused_priorities"] == 2.0
 
 
-def made_by(maker: Maker, folder: Path):
-    with maker.running():
+def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
+    with running(backend):
         return maker.make(folder, 0)
 
 
@@ -232,3 +242,192 @@ def test_a_reward_function_may_move_its_batch_but_not_free_it(tmp_path):
         rb.sample()
     change.clear()
     assert len(rb.sample()) == 8
+
+
+# -- training loops ask no device for a value; inference mode is no matter
+
+
+#: Operations whose result the host needs, as a value or as a shape.
+_WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "is_nonzero",
+}
+_WAITS |= {"unique_consecutive", "bincount"}
+
+
+class RefuseWaiting(TorchDispatchMode):
+    """Raise a RuntimeError where an operation would wait for the device that its
+    tensors are on.
+
+    On the CPU, values and shapes that the host asks for are refused; ``numpy()``,
+    ``tolist()`` and ``cpu()`` are no operations there. The meta device refuses these
+    itself; copies between it and the CPU are refused here, and indices on the CPU,
+    which an operation copies.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _waits(func, args, kwargs or {}):
+            raise RuntimeError(f"{func.overloadpacket.__name__} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def _waits(func, args, kwargs) -> bool:
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
+        given = [index for index in args[1] if index is not None]
+        return any(
+            index.dtype is torch.bool or index.device != args[0].device
+            for index in given
+        )
+    if name == "repeat_interleave":
+        return func._overloadname == "Tensor" and kwargs.get("output_size") is None
+    # a copy between devices waits, unless it is asked not to
+    if name in ("copy_", "_to_copy"):
+        source, target = (
+            (args[1].device, args[0].device)
+            if name == "copy_"
+            else (args[0].device, kwargs.get("device"))
+        )
+        return target not in (None, source) and not (
+            kwargs.get("non_blocking") or args[2:] == (True,)
+        )
+    return name in _WAITS
+
+
+def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> None:
+    for part in rows:
+        rb.extend(part)
+        rb.add(part[0])
+        batch = rb.sample()
+        batch["td_error"] = td_error
+        rb.update_tensordict_priority(batch)
+        if rb.parts.prioritized is not None:
+            rb.update_priority(batch["index"], td_error)
+
+
+def goals_that_end(rows: int) -> HindsightSampler:
+    return HindsightSampler(
+        ProportionalSampler(rows),
+        catalogue.reward_fn,
+        terminated_fn=lambda batch: catalogue.reward_fn(batch) == 0,
+    )
+
+
+WAIT = "minibatch", "chunks", "strict", "steps of episodes"
+NEVER_WAIT = {name: made for name, made in SAMPLERS.items() if name not in WAIT} | {
+    "goals that end": goals_that_end
+}
+
+
+@pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
+def test_a_training_loop_never_waits(sampler):
+    """Episodes are noted by the kernel: with torch's operations alone, a write waits
+    for the length of the newest episode."""
+    pytest.importorskip("triton")
+    with forced("torch"):
+        rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler(60), batch_size=32)
+        rows, td_error = [data(35, 35 * k) for k in range(4)], torch.rand(32)
+        with forced("triton"):
+            rb.storage.reserve(rows[0][0])
+        loop(rb, rows, td_error)  # what is bound to the rows at first is looked at once
+        with RefuseWaiting():
+            loop(rb, rows, td_error)
+    assert rb.full
+
+
+ON_META = [
+    name
+    for name in NEVER_WAIT
+    if "n-step" not in name and name not in ("windows", "goals that end")
+]
+
+
+@pytest.mark.parametrize("name", ON_META)
+def test_nothing_of_a_device_is_copied_to_the_host(name, monkeypatch):
+    """On the meta device there is nothing to read: whatever the host asks for is an
+    error, ``numpy()`` included."""
+    # which refuses data on this device
+    monkeypatch.setattr("rlbuf_td.storages.layout.refuse", lambda *args: None)
+    rb = ReplayBuffer(
+        storage=PackedStorage(60, device="meta"),
+        sampler=NEVER_WAIT[name](60),
+        batch_size=32,
+    )
+    rows = [data(35, 35 * k).to("meta") for k in range(4)]
+    td_error = torch.rand(32, device="meta")
+    loop(rb, rows[:1], td_error)  # what is bound to the rows is looked at once
+    with RefuseWaiting():
+        loop(rb, rows, td_error)
+        if rb.parts.prioritized is not None:
+            # as TorchRL's buffers do after a write
+            rb.sampler.mark_update(rb.sample()["index"])
+    assert rb.full
+    assert rb.sample()["x"].is_meta
+
+
+def test_advantages_never_wait():
+    value, done = torch.randn(2, 9, 1), torch.rand(2, 9, 1) < 0.2
+    with forced("torch"), RefuseWaiting():
+        advantage, _ = functional.generalized_advantage_estimate(
+            0.9, 0.8, value, value, value, done
+        )
+        returns = functional.td_lambda_return_estimate(0.9, 0.8, value, value, done)
+        trace, _ = functional.vtrace_advantage_estimate(
+            0.9, value, value, value, value, value, done
+        )
+    assert advantage.shape == returns.shape == trace.shape == value.shape
+
+
+# -- memory that is made in inference mode cannot be written to outside of it
+
+
+def use(rb: ReplayBuffer, first: int) -> None:
+    loop(rb, [data(35, first + 35 * k) for k in range(2)], torch.rand(32))
+
+
+@pytest.mark.parametrize("share_next", [False, ["x"]])
+@pytest.mark.parametrize(
+    "sampler",
+    [UniformSampler, lambda: ProportionalSampler(20), lambda: RankSampler(20)],
+)
+def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_writes_outside_it(
+    sampler, share_next
+):
+    rb = ReplayBuffer(
+        storage=PackedStorage(20, shared=True, share_next=share_next),
+        sampler=sampler(),
+        batch_size=4,
+    )
+    seen = torch.rand(9, 3)
+    rows = TensorDict({"x": seen[:8], "next": {"x": seen[1:]}}, [8])
+    with torch.inference_mode():
+        rb.extend(rows)
+    for count in (16, 20, 20):
+        rb.extend(rows)
+        assert len(rb) == count
+    rb.storage["x"] = rb[:]["x"]
+    if sampler is not UniformSampler:
+        rb.update_priority(torch.arange(8), torch.rand(8))
+        rb.sampler.alpha = 0.5
+    assert rb.sample()["x"].shape == (4, 3)
+
+
+@pytest.mark.parametrize("path", ["numba", "torch"])
+@pytest.mark.parametrize(
+    "name", ["unique", "proportional", "rank", "n-step over hindsight", "windows"]
+)
+def test_what_was_made_in_inference_mode_is_written_to_outside_it(path, name):
+    with forced(path):
+        rb = ReplayBuffer(
+            storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32
+        )
+        with torch.inference_mode():
+            use(rb, 0)
+            rb.load_state_dict(rb.state_dict())
+        use(rb, 70)
+        assert len(rb.sample()) == 32

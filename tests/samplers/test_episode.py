@@ -1,19 +1,17 @@
-"""Whole episodes, against brute force over whole histories."""
+"""How likely each episode is, and batches of few rows.
+
+``tests/test_lockstep.py`` compares batches of episodes with the model.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td import (
     EpisodeSampler,
@@ -21,17 +19,12 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ReplayBuffer,
-    RingWriter,
     SequenceSampler,
     UniformSampler,
 )
-from tests.model import DONE, INIT, REWARD, Model, World, reward_fn
+from tests.model import Episodes, Recipe, World, reward_fn
 from tests.statistics import assert_follows, power
 
-BUFFERS: dict[str, Any] = {
-    "ours": (ReplayBuffer, PackedStorage, RingWriter),
-    "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
-}
 GAMMA = 0.9
 Cell = tuple[int, int]  # slot and lane
 
@@ -46,167 +39,15 @@ def episodes(world: World, finished_only: bool = True) -> dict[Cell, list[Cell]]
     return {whole[0]: whole for whole in found}
 
 
-def pieces(batch, padded: bool) -> list[Any]:
-    """Return the rows of each episode of a batch, without padding; check the mask and
-    the numbers of the episodes."""
-    if padded:
-        count, longest = batch.shape
-        assert (batch["episode"] == torch.arange(count)[:, None]).all()
-        assert (
-            batch["mask"]
-            == (torch.arange(longest) < batch["mask"].sum(1, keepdim=True))
-        ).all()
-        for piece in batch:
-            last = int(piece["mask"].sum()) - 1
-            for key in piece.exclude("mask", "reward_to_go", "is_init").keys(
-                True, True
-            ):
-                # padding copies the last row
-                assert (piece[key][last:] == piece[key][last]).all(), key
-        return [piece[piece["mask"]] for piece in batch]
-    assert batch["mask"].all()
-    return [
-        batch[batch["episode"] == k] for k in range(int(batch["episode"].max()) + 1)
-    ]
-
-
-def assert_pieces(world: World, batch, sampler: EpisodeSampler) -> list[Cell]:
-    """Compare a batch with brute force; return the first row of each episode."""
-    known, firsts = episodes(world, sampler.finished_only), []
-    for piece in pieces(batch, sampler.layout == "padded"):
-        cells = [world.model.cell(row) for row in world.rows_at(piece["index"])]
-        start = int(piece["episode_step"][0])
-        first = ((cells[0][0] - start) % world.model.steps, cells[0][1])
-        whole = known[first]
-        rows = (
-            len(whole)
-            if sampler.max_length is None
-            else min(len(whole), sampler.max_length)
-        )
-        assert cells == whole[start : start + rows]
-        assert piece["episode_step"].tolist() == [*range(start, start + rows)]
-        assert (piece["episode_length"] == len(whole)).all()
-        stored = [world.model.row(*cell).fields for cell in cells]
-        for key in (("observation",), ("action",), DONE, REWARD):
-            torch.testing.assert_close(
-                piece[key], torch.tensor([row[key] for row in stored])
-            )
-        assert piece[INIT].flatten().tolist() == [
-            row[INIT][0] or j == 0 for j, row in enumerate(stored)
-        ]
-        if sampler.gamma is not None:
-            rewards = [world.model.row(*cell).fields[REWARD][0] for cell in whole]
-            togo = [
-                sum(GAMMA**k * r for k, r in enumerate(rewards[at:]))
-                for at in range(start, start + rows)
-            ]
-            torch.testing.assert_close(
-                piece["reward_to_go"].flatten(),
-                torch.tensor(togo),
-                rtol=1e-4,
-                atol=1e-5,
-            )
-        firsts.append(first)
-    if sampler.gamma is not None:
-        assert (batch["reward_to_go"][~batch["mask"]] == 0).all()
-    return firsts
-
-
-class Lockstep(RuleBasedStateMachine):
-    @initialize(
-        buffer=st.sampled_from([*BUFFERS]),
-        steps=st.sampled_from([2, 3, 5, 13, 64, 70]),
-        lanes=st.sampled_from([1, 2, 3]),
-        often=st.sampled_from(
-            [(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]
-        ),
-        max_length=st.sampled_from([None, 1, 3, 10]),
-        by=st.sampled_from(["episode", "row"]),
-        finished_only=st.booleans(),
-        layout=st.sampled_from(["padded", "concatenated"]),
-        gamma=st.sampled_from([None, GAMMA]),
-        seed=st.integers(0, 999),
-    )
-    def make(
-        self,
-        buffer,
-        steps,
-        lanes,
-        often,
-        max_length,
-        by,
-        finished_only,
-        layout,
-        gamma,
-        seed,
-    ) -> None:
-        cls, storage, writer = BUFFERS[buffer]
-        rows = steps * lanes
-        options: Any = {
-            "finished_only": finished_only,
-            "layout": layout,
-            "gamma": gamma,
-        }
-
-        sampler = EpisodeSampler(None, max_length, by, **options)
-        rb = cls(
-            storage=storage(rows, ndim=2 if lanes > 1 else 1),
-            sampler=sampler,
-            writer=writer(),
-        )
-        sampler.watch(rb.storage)  # as the first draw from a buffer of TorchRL does
-        self.world = World(rb, Model(steps, lanes if lanes > 1 else 0), seed, often)
-        torch.manual_seed(seed)
-
-    @rule(n=st.one_of(st.integers(1, 4), st.integers(2, 30)))
-    def write(self, n: int) -> None:
-        # TorchRL's buffer writes one step in another way
-        least = 1 if isinstance(self.world.rb, ReplayBuffer) else 2
-        n = min(max(n, least), max(self.world.model.steps, least))
-        self.world.extend(n)
-
-    @rule()
-    def empty(self) -> None:
-        self.world.empty()
-
-    @precondition(lambda self: len(self.world.model) > 0)
-    @rule(count=st.integers(1, 20))
-    def sample(self, count: int) -> None:
-        rb, sampler = self.world.rb, self.world.rb.sampler
-        found = episodes(self.world, sampler.finished_only)
-        size = min(count, len(rb.storage))
-        with rb._replay_lock:
-            can_sample = sampler.can_sample(rb.storage, size)
-        assert can_sample == bool(found)
-        if not can_sample:
-            with pytest.raises(RuntimeError, match="no complete episode"):
-                rb.sample(size)
-            return
-        batch = rb.sample(size)
-        firsts = assert_pieces(self.world, batch, sampler)
-        assert len(firsts) == size
-        assert {*firsts} <= found.keys()
-
-
-TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(stateful_step_count=20)
-
-
 def filled(
     sampler,
     lanes: int = 1,
     steps: int = 60,
-    buffer: str = "ours",
-    seed: int = 1,
     **parts,
 ) -> World:
     """Return a world whose ring has wrapped."""
-    cls, storage, writer = BUFFERS[buffer]
-    parts = {"storage": storage, "writer": writer()} | parts
     often = 0.1, 0.05, 0.03
-    return World.of(
-        sampler, steps, lanes, 2.4, buffer=cls, seed=seed, often=often, **parts
-    )
+    return World.of(sampler, steps, lanes, 2.4, seed=1, often=often, **parts)
 
 
 @pytest.mark.parametrize("by", ["episode", "row"])
@@ -239,7 +80,8 @@ def test_episodes_are_equally_likely_or_in_proportion_to_their_length(
             world.append([lane] * count)
     else:
         world = filled(sampler, lanes, 60 // lanes)
-    assert_pieces(world, world.rb.sample(50), sampler)
+    recipe = Recipe(episodes=Episodes(False, finished_only, max_length, GAMMA))
+    world.check_batch(world.rb.sample(50), recipe)
     known = episodes(world, finished_only)
     law = np.array(
         [1.0 if by == "episode" else float(len(whole)) for whole in known.values()]

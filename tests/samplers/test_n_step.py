@@ -20,7 +20,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests.backends import forced
-from tests.catalogue import numbered_rows
+from tests.catalogue import buffer_of, numbered_rows
 
 
 def chain(
@@ -42,20 +42,6 @@ def chain(
     return data
 
 
-def buffer(
-    sampler,
-    data: TensorDictBase | None,
-    *,
-    size: int = 50,
-    cls=ReplayBuffer,
-    storage=PackedStorage,
-):
-    rb = cls(storage=storage(size), sampler=sampler)
-    if data is not None:
-        rb.extend(data)
-    return rb
-
-
 DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
@@ -71,7 +57,9 @@ def by_row(rb) -> TensorDictBase:
 def test_rewards_of_every_kind_are_added_up_in_float64(dtype, dims):
     n, gamma, done = 7, 0.97, [11, 12, 30]
     data = chain(40, dtype, dims, done=done)
-    batch = by_row(buffer(NStepSampler(UniformSampler(unique=True), n, gamma), data))
+    batch = by_row(
+        buffer_of(50, NStepSampler(UniformSampler(unique=True), n, gamma), rows=data)
+    )
     reward = data["next", "reward"].double()
     for row in range(40):
         last = min(row + n - 1, 39, *[end for end in done if end >= row])
@@ -95,7 +83,9 @@ def test_the_sum_of_a_thousand_small_rewards_is_that_of_float64():
     data = chain(1_000)
     data["next", "reward"] = torch.full((1_000, 1), 1e-4)
     data["next", "reward"][0] = 3e4
-    rb = buffer(NStepSampler(UniformSampler(unique=True), 1_000, 1.0), data, size=1_000)
+    rb = buffer_of(
+        1_000, NStepSampler(UniformSampler(unique=True), 1_000, 1.0), rows=data
+    )
     exact = math.fsum(data["next", "reward"].double().flatten().tolist())
     assert by_row(rb)["next", "reward"][0, 0] == torch.tensor(exact).float()
 
@@ -132,7 +122,7 @@ def test_a_sum_stops_where_the_new_goal_is_reached(flags):
         achieved_goal_key="x",
         terminated_fn=(lambda batch: reached(batch) == 1) if ends else None,
     )
-    batch = buffer(NStepSampler(sampler, 5, 1.0), data).sample(300)
+    batch = buffer_of(50, NStepSampler(sampler, 5, 1.0), rows=data).sample(300)
     keys = "x", "goal", "steps_to_next_obs", ("next", "reward"), ("next", "x")
     for x, goal, taken, reward, following in zip(
         *(batch[key].flatten().tolist() for key in keys), strict=True
@@ -151,7 +141,9 @@ def test_torchrls_estimators_bootstrap_with_the_right_discount():
     n, gamma = 3, 0.9
     data = chain(30, done=[9, 19], terminated=[9], truncated=[19])
     data["next", "state_value"] = torch.randn(30, 1)
-    batch = by_row(buffer(NStepSampler(UniformSampler(unique=True), n, gamma), data))
+    batch = by_row(
+        buffer_of(50, NStepSampler(UniformSampler(unique=True), n, gamma), rows=data)
+    )
     found = TD0Estimator(gamma=gamma, value_network=None).value_estimate(batch)
     for row in range(30):
         last = min(row + n - 1, 29, *[end for end in (9, 19) if end >= row])
@@ -238,7 +230,7 @@ def test_sums_of_agents_are_equal_where_the_wrapped_sampler_revises_rewards(
             ),
         ):
             sampler = NStepSampler(inner, 4, 0.9, reward_key=key, per_agent=per_agent)
-            rb = buffer(sampler, team(40))
+            rb = buffer_of(50, sampler, rows=team(40))
             batches.append(by_row(rb))
             made_with_torch = per_agent or backend == "torch" or len(batches) == 2
             assert ("not sample" in rb.compiled) == made_with_torch

@@ -6,6 +6,8 @@ What writes, updates, loads and processes do to priorities is in ``test_lockstep
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import PrioritizedSampler
 
 from rlbuf_td import (
+    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -22,6 +25,8 @@ from rlbuf_td import (
     ReservoirWriter,
     RingWriter,
 )
+from rlbuf_td.samplers import weight_watch
+from rlbuf_td.samplers.weight_watch import WeightWatch
 from tests.catalogue import buffer_of
 from tests.model import importance
 from tests.statistics import assert_follows, power
@@ -355,3 +360,83 @@ def test_a_sampler_that_could_not_draw_grows_with_the_rows_before_an_update(cls)
     sampler.update_priority(torch.tensor([5, 60]), torch.ones(2), storage=storage)
     assert sampler.priority(torch.tensor([5, 60])).tolist() == [1.0, 1.0]
     sampler.priorities.rule.check()
+
+
+# -- importance weights that stay small are reported once
+
+
+ROWS = 1_000
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Look at every second batch, so that 20 batches do for 1,000."""
+    monkeypatch.setattr(weight_watch, "EVERY", 2)
+
+
+def with_small_error(sampler, smallest: float) -> ReplayBuffer:
+    """Return a buffer whose TD errors are 1, but for the smallest one of one row."""
+    rb = ReplayBuffer(storage=PackedStorage(ROWS), sampler=sampler, batch_size=8)
+    done = torch.zeros(ROWS, 1, dtype=torch.bool)
+    outcome = {"reward": torch.ones(ROWS, 1), "done": done}
+    index = rb.extend(TensorDict({"next": outcome}, [ROWS]))
+    td_error = torch.ones(ROWS)
+    td_error[0] = smallest
+    rb.update_priority(index, td_error)
+    return rb
+
+
+def draw(rb: ReplayBuffer, batches: int) -> int:
+    """Draw batches, and return how many warnings there were."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(batches):
+            rb.sample()
+    return len(caught)
+
+
+def test_a_row_with_a_tiny_error_is_reported_once_after_a_thousand_batches(
+    device, often
+):
+    rb = with_small_error(ProportionalSampler(ROWS), 0.0)
+    assert rb.sample()["priority_weight"].mean() < 0.1
+    assert draw(rb, 18) == 0
+    with pytest.warns(RuntimeWarning, match='weight_norm="batch"'):
+        rb.sample()
+    assert draw(rb, 100) == 0
+
+
+def test_draws_within_wrappers_count(device, often):
+    rb = with_small_error(NStepSampler(ProportionalSampler(ROWS), 3, 0.99), 0.0)
+    assert draw(rb, 40) == 1
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: ProportionalSampler(ROWS, weight_norm="batch"),
+        lambda: ProportionalSampler(ROWS, weight_norm=None),
+        lambda: ProportionalSampler(ROWS, beta=0.0),
+        lambda: RankSampler(ROWS),
+    ],
+)
+def test_other_weights_are_not_reported(sampler, device, often):
+    assert draw(with_small_error(sampler(), 0.0), 100) == 0
+
+
+def test_usual_errors_are_not_reported(device, often):
+    assert draw(with_small_error(ProportionalSampler(ROWS), 0.5), 100) == 0
+
+
+def test_one_mean_of_another_size_begins_the_count_anew(often):
+    watch = WeightWatch()
+    small, usual = torch.full([8], 0.05), torch.full([8], 0.5)
+    for weight in [small] * 19 + [usual] * 2 + [small] * 18:
+        watch.see(weight)
+    assert watch.small_means == 9
+
+
+def test_a_copy_starts_anew():
+    watch = WeightWatch()
+    watch.see(torch.full([8], 0.05))
+    assert copy.deepcopy(watch).batches == 0

@@ -33,7 +33,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.storages.tensordict_fast import folded
 from tests.backends import forced
-from tests.catalogue import SCHEMAS, assert_same, transitions
+from tests.catalogue import SCHEMAS, assert_same, buffer_of, numbered_rows, transitions
 from tests.model import Model, Recipe, Row, World
 from tests.statistics import assert_follows
 from tests.test_composition import BUFFERS, wrapped
@@ -499,29 +499,21 @@ def test_large_rings_are_divided_alike_on_every_device():
     check_epoch(world, recipe, 7, 10, False, True)
 
 
-def numbered(count: int, every: int = 4) -> TensorDict:
-    x = torch.arange(2 * count).view(2, count)
-    return TensorDict(
-        {"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, count]
-    )
-
-
 def of_chunks(**parts):
     sampler = SequenceSampler(MinibatchSampler(3), 3, stride=3)
-    rb = ReplayBuffer(
-        storage=PackedStorage(20, ndim=2), sampler=sampler, batch_size=6, **parts
-    )
-    rb.extend(numbered(10))
-    return rb
+    rows = numbered_rows(10, lanes=2, every=4)
+    return buffer_of(10, sampler, 2, rows=rows, batch_size=6, **parts)
 
 
 def test_writes_and_edits_of_done_flags_begin_new_epochs():
     rb = of_chunks()
     changes: list[Callable[[], Any]] = [
-        lambda: rb.extend(numbered(10)),
-        lambda: rb.extend(numbered(2)),
+        lambda: rb.extend(numbered_rows(10, lanes=2, every=4)),
+        lambda: rb.extend(numbered_rows(2, lanes=2, every=4)),
         lambda: rb.set_at_(("next", "done"), True, (4, 0)),
-        lambda: rb.storage.set(range(10), numbered(10, 5).transpose(0, 1).contiguous()),
+        lambda: rb.storage.set(
+            range(10), numbered_rows(10, lanes=2, every=5).transpose(0, 1).contiguous()
+        ),
     ]
     for change in changes:
         rb.sample()

@@ -28,6 +28,7 @@ from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.writes import Write
 from tests.backends import forced, running
+from tests.catalogue import numbered_rows
 from tests.test_lockstep import Machine, forked, stopped
 
 pytestmark = [
@@ -38,14 +39,6 @@ CAPACITY = 24
 some_lines = pytest.mark.parametrize(
     "every", [211, pytest.param(59, marks=pytest.mark.slow)], ids=["some", "many"]
 )
-
-
-def rows(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    return TensorDict(
-        {"x": number, "y": -number, "next": {"done": (number % 4 == 3)[:, None]}},
-        [count],
-    )
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -281,7 +274,7 @@ def make(sampler: str, writer: Any = None) -> ReplayBuffer:
         storage=storage, sampler=kinds[sampler](CAPACITY), writer=writer, batch_size=8
     )
     for first in range(0, 30, 5):
-        rb.extend(rows(first, 5))
+        rb.extend(numbered_rows(5, first, every=4))
     return rb.share()
 
 
@@ -325,7 +318,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         monkeypatch.setattr(rule, "update_loop", lambda _: Deadly(die_in))
         call_within_a_write(rb, "enter", die_in)
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(
-            rows(30, 6)
+            numbered_rows(6, 30, every=4)
         )
 
     def spoil(*_: Any) -> None:
@@ -352,12 +345,12 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     None
 ):
     rb = make("proportional")
-    rb.extend(rows(30, 1))  # later ones are compiled
+    rb.extend(numbered_rows(1, 30, every=4))  # later ones are compiled
     rb.storage.episodes_now().end()
 
     def work() -> None:
         call_within_a_write(rb, "write_entries", die)
-        rb.extend(rows(31, 5))
+        rb.extend(numbered_rows(5, 31, every=4))
 
     killed(work)
     assert rb.chronological()["x"].tolist() == [*range(12, 31)]
@@ -368,7 +361,7 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
         with pytest.raises(IndexError, match="step 7 of lane 0 is gone"):
             rb.storage.get(index)
     assert rb[12:]["x"].tolist() == [*range(12, 24)]
-    rb.extend(rows(31, 2))
+    rb.extend(numbered_rows(2, 31, every=4))
     assert rb.chronological()["x"].tolist() == [*range(12, 33)]
     found = TrajectoryIndex(rb.storage).steps_ahead(torch.arange(28, 33) % CAPACITY)
     assert found.tolist() == [2, 1, 0, 0, 0]
@@ -393,11 +386,14 @@ def test_a_killed_write_to_a_reservoir_changes_no_row_but_those_that_it_replaces
             if line % 2:
                 patch.setattr(PlainRows, "edit_", half_edited_then_die)
             is_killed = killed_at(
-                line // 2 * 2 + 1, lambda line=line: rb.extend(rows(1_000 * line, 40))
+                line // 2 * 2 + 1,
+                lambda line=line: rb.extend(numbered_rows(40, 1_000 * line, every=4)),
             )
         rb.sample()
         stored, rows_before = rb.storage[:], len(before)
-        is_new = (stored["x"] >= 1_000 * line) | (stored["y"] <= -1_000 * line)
+        is_new = (stored["x"] >= 1_000 * line) | (
+            stored["desired_goal"][:, 0] <= -1_000 * line
+        )
         assert is_new[rows_before:].all()
         kept = (~is_new[:rows_before]).nonzero()[:, 0]
         assert (stored[kept] == before[kept]).all()
@@ -417,7 +413,7 @@ def test_a_write_whose_news_is_interrupted_is_finished(form: str):
     rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY))
     other = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY))
     with forced(form):
-        rb.extend(rows(0, 5))
+        rb.extend(numbered_rows(5, 0, every=4))
 
         def interrupt(*_: Any, **__: Any) -> None:
             heard.append(None)
@@ -426,7 +422,7 @@ def test_a_write_whose_news_is_interrupted_is_finished(form: str):
 
         other.mark_update = interrupt
         with pytest.raises(KeyboardInterrupt):
-            rb.extend(rows(5, 3))
+            rb.extend(numbered_rows(3, 5, every=4))
         assert storage.ring.dirty == 0
         assert len(rb) == 8
         assert len(heard) == 2  # again, of the rows that it had not heard of

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torchrl
-from tensordict import TensorDict
 from torchrl.data import replay_buffers as theirs
 
 import rlbuf_td
-from tests.features import needs
+from tests.backends import needs_torchrl
+from tests.catalogue import numbered_rows
 
 PACKAGE = Path(rlbuf_td.__file__).parent
 HERE = f"TorchRL {torchrl.__version__}"
@@ -130,11 +130,6 @@ PARAMETERS: list[tuple[Callable[..., Any], str, str]] = [
 ]
 
 
-def rows(count: int, lanes: int = 0) -> TensorDict:
-    shape = [lanes, count] if lanes else [count]
-    return TensorDict({"x": torch.arange(lanes * count or count).view(shape)}, shape)
-
-
 def make(cls: Any = theirs.TensorDictReplayBuffer, **kwargs: Any) -> Any:
     parts = {
         "storage": theirs.LazyTensorStorage(10),
@@ -142,7 +137,7 @@ def make(cls: Any = theirs.TensorDictReplayBuffer, **kwargs: Any) -> Any:
         "batch_size": 2,
     }
     rb = cls(**parts | kwargs)
-    rb.extend(rows(5))
+    rb.extend(numbered_rows(5))
     rb.sample()
     return rb
 
@@ -172,7 +167,7 @@ def test_private_attributes_are_there(part, names, seen, reader):
 @pytest.mark.parametrize(
     ("part", "names", "reader"),
     [
-        pytest.param(part, names, reader, marks=needs(feature))
+        pytest.param(part, names, reader, marks=needs_torchrl(feature))
         for part, names, feature, reader in NEWER
     ],
 )
@@ -196,7 +191,7 @@ def test_methods_have_these_parameters(method, names, seen):
         ), sentence
 
 
-@needs("waiting")
+@needs_torchrl("waiting")
 def test_sample_has_these_parameters_in_the_next_release():
     known = inspect.signature(
         inspect.unwrap(theirs.TensorDictReplayBuffer.sample)
@@ -327,9 +322,9 @@ def test_calls_come_in_this_order():
         "Sampler.mark_update",
         "Sampler.update_priority",
     ]
-    rb.extend(rows(5))
+    rb.extend(numbered_rows(5))
     expect("extend", "Writer.extend", *marked, "Sampler.extend")
-    rb.add(rows(1)[0])
+    rb.add(numbered_rows(1)[0])
     expect("add", "Writer.add", *marked, "Sampler.add", "Sampler.update_priority")
     batch = rb.sample()
     expect("sample", "Buffer._sample", "Sampler.sample", "Storage.get")
@@ -368,7 +363,7 @@ def test_capacity_counts_cells_and_indices_have_a_column_per_dim():
     rb = theirs.TensorDictReplayBuffer(
         storage=theirs.LazyTensorStorage(12, ndim=2), batch_size=4
     )
-    index = rb.extend(rows(4, lanes=3))
+    index = rb.extend(numbered_rows(4, lanes=3))
     assert (rb.storage.max_size, rb.storage.shape, rb.dim_extend) == (
         12,
         torch.Size([4, 3]),
@@ -383,9 +378,9 @@ def test_capacity_counts_cells_and_indices_have_a_column_per_dim():
 
 def test_storages_count_changes_and_know_the_newest_step():
     storage = theirs.LazyTensorStorage(10)
-    storage.set(range(3), rows(3))
+    storage.set(range(3), numbered_rows(3))
     first = storage._mutation_revision
-    storage.set(range(3, 5), rows(2))
+    storage.set(range(3, 5), numbered_rows(2))
     assert (storage._last_cursor_index, len(storage), storage._len) == (4, 5, 5)
     assert storage._mutation_revision > first
     for name in ("_len_value", "_mutation_revision_value", "_last_cursor_index_value"):
@@ -452,7 +447,7 @@ def test_pickles_have_no_locks():
     assert {"_replay_lock", "_futures_lock"}.isdisjoint(make().__getstate__())
 
 
-@needs("data sets")
+@needs_torchrl("data sets")
 def test_data_sets_ask_for_these_methods():
     asked = []
 

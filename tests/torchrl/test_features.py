@@ -36,7 +36,7 @@ from rlbuf_td import (
     RingWriter,
     UniformSampler,
 )
-from tests.features import needs
+from tests.backends import needs_torchrl
 
 CAPACITY = 40
 
@@ -223,7 +223,7 @@ def test_ensembles_of_buffers(make: Any) -> None:
     assert found[1]["t"].shape == (2, 2)
 
 
-@needs("waiting")
+@needs_torchrl("waiting")
 def test_rate_limited_buffers() -> None:
     from torchrl.data.replay_buffers import RateLimitedReplayBuffer
 
@@ -254,7 +254,7 @@ def test_queries_find_the_same_trajectories(make: Any) -> None:
     assert found[0] == found[1]
 
 
-@needs("exports")
+@needs_torchrl("exports")
 @both
 def test_exports_hold_the_same_items(make: Any) -> None:
     class Columns:
