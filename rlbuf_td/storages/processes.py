@@ -38,6 +38,7 @@ from rlbuf_td.storages.memory import (
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.rows.form import RowsForm
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ _PAGE = 4096
 # seconds; otherwise, a thread that waits for the forking thread would stop both for
 # ever
 _LONGEST = 10.0
-_storages: WeakSet[Any] = WeakSet()
+#: The storages for whose calls a fork of this process waits.
+watched: WeakSet[Any] = WeakSet()
 _fork = threading.local()  # ``held``: the locks that the fork of this thread holds
 
 
@@ -107,7 +109,8 @@ class SharedRows(Attached):
             self._refuse_other(shape)
             storage.row_class = loaded(description["row_class"])
             dedup = saved_dedup(layout, description)
-            storage.adopt(storage.map_rows(layout, shape, dedup, self.file))
+            form = RowsForm(layout, shape, dedup)
+            storage.adopt(storage.map_rows(form, self.file))
 
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move their ring to shared
@@ -167,7 +170,7 @@ class SharedRows(Attached):
         self.find()
         if self._keys.are_outdated:
             self._keys.follow()
-            self.storage.refind_episodes()
+            self.storage.find_episodes()
 
     def is_whole(self) -> bool:
         """Whether no write is in progress."""
@@ -199,14 +202,9 @@ def shape_in_folder(folder: Path) -> list[int]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
-def watch_forks(storage: PackedStorage) -> None:
-    """Let later forks of this process wait for the calls that use ``storage``."""
-    _storages.add(storage)
-
-
 def _hold() -> None:
     _fork.held = held = []
-    for storage in list(_storages):
+    for storage in list(watched):
         # the part of a ProcessLock that other processes ignore
         lock = getattr(storage.lock, "threads", storage.lock)
         if lock.acquire(timeout=_LONGEST):
@@ -230,7 +228,7 @@ def _begin_child() -> None:
     """Release the locks, and do without the threads of the other process; a plan of
     writes does not look for a fork, so that the first write makes another one."""
     _release()
-    for storage in list(_storages):
+    for storage in list(watched):
         if not storage.shared:
             storage.write_plan = None
         for listener in listeners_of(storage).own():
