@@ -309,7 +309,7 @@ class Episodes:
             following=self.following.data_ptr(),
             following_after=self.following_after.data_ptr(),
             steps=rows.steps,
-            lanes=self.lanes,
+            lanes=ring.lanes,
             row_bytes=rows.flat.stride(0) * rows.flat.element_size(),
             flags=self._flag_extents.ctypes.data,
             flag_count=len(self.flags),
@@ -323,16 +323,6 @@ class Episodes:
         if self.record is not None:
             self.record["rows"] = self.rows.flat.data_ptr()
         return self.address
-
-    @property
-    def steps(self) -> int:
-        """T, the slots of a lane."""
-        return self.rows.steps
-
-    @property
-    def lanes(self) -> int:
-        """E, the number of lanes."""
-        return len(self.numbers)
 
     @property
     def nbytes(self) -> int:

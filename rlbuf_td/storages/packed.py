@@ -55,7 +55,7 @@ from rlbuf_td.storages.listeners import (
     Listeners,
     Recovers,
 )
-from rlbuf_td.storages.lock import ProcessLock, defer_sigint
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import (
     ROWS_FILE,
     HeadFile,
@@ -103,10 +103,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_COPY = (
-    "A copy of the written rows in shared memory takes",
-    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
-)
 _PARTS = (
     "Priorities and trajectories of a shared buffer take",
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
@@ -373,7 +369,7 @@ class PackedStorage(LazyTensorStorage):
         """Continue the rows that an earlier process has left in ``scratch_dir``."""
         file = HeadFile(cast("Path", self.scratch_dir))
         try:
-            self._move_rows(file)
+            SharedRows(self).take_rows(file)
             # maps the rows, and finishes or gives up a write during which the earlier
             # process died
             with self.lock:
@@ -408,7 +404,7 @@ class PackedStorage(LazyTensorStorage):
         # id of the creating process; forked processes have their own rows
         self.process = os.getpid()
 
-    # -- counts
+    # -- what it holds
 
     @property
     def ring(self) -> Ring:
@@ -472,6 +468,57 @@ class PackedStorage(LazyTensorStorage):
         place."""
         self._take_edits()
         return self._ring.numbers[REVISION]
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """The layout of a row; ``None`` until rows are allocated."""
+        return None if self.rows is None else self.rows.layout
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a whole row in a batch, padding included; 0 until rows are
+        allocated."""
+        return 0 if self.rows is None else self.rows.layout.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows and of the deduplicated observations; 0 until rows are
+        allocated."""
+        return 0 if self.rows is None else self.rows.nbytes
+
+    @property
+    def saved_bytes(self) -> dict[tuple[str, ...], int]:
+        """Bytes that deduplication has saved so far, by key of the observation."""
+        rows = None if self.rows is None else self.written_rows()
+        return rows.saved_bytes() if isinstance(rows, DedupRows) else {}
+
+    @property
+    def dedup(self) -> DedupLayout | None:
+        """The layout of deduplicated rows; ``None`` if no key is deduplicated."""
+        return None if self.rows is None else self.rows.dedup
+
+    @property
+    def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
+        """The deduplicated leaves, by key; empty before the first write."""
+        return {} if self.dedup is None else self.dedup.deduplicated
+
+    @property
+    def lanes(self) -> torch.Size:
+        """The sizes of the dims after time; empty before the rows are allocated."""
+        return torch.Size([]) if self.rows is None else self.rows.lanes
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU read the rows."""
+        return self.rows is not None and self.rows.is_launched
+
+    # TorchRL also sets these attributes; the ring replaces them.
+    _last_cursor = property(
+        lambda self: self._last_cursor_index, lambda self, cursor: None
+    )
+    _len = property(lambda self: len(self), lambda self, length: None)
+
+    # -- episodes
 
     def use_episode_keys(self, keys: EpisodeKeys) -> None:
         """Look up episodes by these keys; ValueError if others are in use, in this
@@ -548,68 +595,7 @@ class PackedStorage(LazyTensorStorage):
             episodes.refresh()
         return episodes
 
-    # TorchRL also sets these attributes; the ring replaces them.
-    _last_cursor = property(
-        lambda self: self._last_cursor_index, lambda self, cursor: None
-    )
-    _len = property(lambda self: len(self), lambda self, length: None)
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether kernels on a GPU read the rows."""
-        return self.rows is not None and self.rows.is_launched
-
-    def stamps(self, index: object) -> torch.Tensor:
-        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the
-        next row of a cell does not have.
-
-        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are
-        ``[B, L]``.
-        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry
-        ``"sampled_at"``.
-        """
-        if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
-            return self.ring.serial(flat_rows(index, self, self.device))
-        shape = index.shape[: index.ndim - (self.ndim > 1)]
-        return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
-
-    @property
-    def layout(self) -> RowLayout | None:
-        """The layout of a row; ``None`` until rows are allocated."""
-        return None if self.rows is None else self.rows.layout
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a whole row in a batch, padding included; 0 until rows are
-        allocated."""
-        return 0 if self.rows is None else self.rows.layout.row_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows and of the deduplicated observations; 0 until rows are
-        allocated."""
-        return 0 if self.rows is None else self.rows.nbytes
-
-    @property
-    def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes that deduplication has saved so far, by key of the observation."""
-        rows = None if self.rows is None else self.written_rows()
-        return rows.saved_bytes() if isinstance(rows, DedupRows) else {}
-
-    @property
-    def dedup(self) -> DedupLayout | None:
-        """The layout of deduplicated rows; ``None`` if no key is deduplicated."""
-        return None if self.rows is None else self.rows.dedup
-
-    @property
-    def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
-        """The deduplicated leaves, by key; empty before the first write."""
-        return {} if self.dedup is None else self.dedup.deduplicated
-
-    @property
-    def lanes(self) -> torch.Size:
-        """The sizes of the dims after time; empty before the rows are allocated."""
-        return torch.Size([]) if self.rows is None else self.rows.lanes
+    # -- reads
 
     def all_rows(self) -> Rows:
         """Return all allocated rows; raise a RuntimeError if there are none."""
@@ -674,6 +660,20 @@ class PackedStorage(LazyTensorStorage):
             self.refuse_holes(cells.reshape(-1))
         return rows.at_region(index) if is_view else rows.at_cells(cells)
 
+    def stamps(self, index: object) -> torch.Tensor:
+        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the
+        next row of a cell does not have.
+
+        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are
+        ``[B, L]``.
+        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry
+        ``"sampled_at"``.
+        """
+        if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
+            return self.ring.serial(flat_rows(index, self, self.device))
+        shape = index.shape[: index.ndim - (self.ndim > 1)]
+        return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
+
     def complete(self, key: tuple[str, ...] | None = None) -> None:
         """Let writers compute what they add to the rows, before all entries or those at
         ``key`` are read; the caller holds the lock."""
@@ -721,6 +721,8 @@ class PackedStorage(LazyTensorStorage):
             if self.ring.tail[lane] % self.ring.steps:
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
             raise IndexError(f"step {step} of lane {lane} {what}; {_DRAWN}")
+
+    # -- writes
 
     @untraced("writes change numbers that no graph knows, and call compiled loops")
     def advance(self, write: Write) -> Any:
@@ -907,6 +909,8 @@ class PackedStorage(LazyTensorStorage):
             self.edit(lambda data: data.set_(index, value), key=index)
         else:
             self.set(index, value, set_cursor=False)
+
+    # -- edits
 
     def edit(
         self,
@@ -1412,6 +1416,8 @@ class PackedStorage(LazyTensorStorage):
             if isinstance(listener, Listener):
                 listener._rows_replaced(are_loaded=are_loaded)
 
+    # -- sharing
+
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and
         receive this storage.
@@ -1445,7 +1451,7 @@ class PackedStorage(LazyTensorStorage):
             nbytes = sum(getattr(part, "bytes_to_share", 0) for part in parts)
             require_room(nbytes, torch.device("cpu"), *_PARTS, SHARED)
             if self.shared_rows is None:
-                self._move_rows()
+                SharedRows(self).take_rows()
             self.keys.share_memory_()
             self.share_parts()
             self.shared = True
@@ -1467,35 +1473,6 @@ class PackedStorage(LazyTensorStorage):
         for listener in listeners_of(self):
             yield from parts_of(listener)
 
-    def _move_rows(self, head_file: HeadFile | None = None) -> None:
-        """Move rows and serials to memory that other processes can map; an error
-        changes nothing."""
-        rows = self.rows
-        shared = SharedRows(self)
-        lock = ProcessLock(shared, self.lock)
-        if head_file is not None:
-            shared.keep_in(head_file)
-            lock.keep_in(head_file)
-            self.keys.keep_in(head_file)
-        if rows is not None and self.scratch_dir is None:
-            written = self.written_rows()
-            entries = written.used_entries()
-            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
-            require_room(nbytes, torch.device("cpu"), *_COPY, None)
-            form = RowsForm(rows.layout, rows.shape, rows.dedup)
-            rows = self.map_rows(form, shared.file)
-            rows.restore_(written.matrix, entries)
-        self.shared_rows = shared
-        try:
-            if rows is not None:
-                self.adopt(rows)
-        except BaseException:
-            self.shared_rows = None
-            raise
-        self.device = torch.device("cpu")
-        self.is_reserved = False  # reserved rows can no longer be replaced
-        self.lock, self.live = lock, None
-
     def _share_memory_(self) -> None:
         """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets
         call this method.
@@ -1514,6 +1491,8 @@ class PackedStorage(LazyTensorStorage):
     def _make_init_directory(self) -> None:
         """Do nothing. TorchRL's collectors require this method before they let workers
         initialize the storage."""
+
+    # -- saves
 
     def state_dict(self) -> State:
         """Return the layout, the counters, and a copy of the rows, on the same

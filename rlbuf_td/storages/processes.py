@@ -27,6 +27,7 @@ from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
+from rlbuf_td.storages.lock import ProcessLock
 from rlbuf_td.storages.memory import (
     FIRST,
     HEAD_FILE,
@@ -35,6 +36,7 @@ from rlbuf_td.storages.memory import (
     NamelessFile,
     SharedFile,
 )
+from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.rows import Rows
@@ -44,6 +46,10 @@ from rlbuf_td.storages.torchrl_parts import listeners_of
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
+_COPY = (
+    "A copy of the written rows in shared memory takes",
+    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
+)
 _PAGE = 4096
 # seconds; otherwise, a thread that waits for the forking thread would stop both for
 # ever
@@ -68,6 +74,35 @@ class SharedRows(Attached):
         # memory for the numbers of episodes
         self.of_episodes: torch.Tensor | None = None
         self._head_file: HeadFile | None = None
+
+    def take_rows(self, head_file: HeadFile | None = None) -> None:
+        """Move the storage's rows and serials to memory that other processes can map, and
+        what describes them to a file if there is one; an error changes nothing."""
+        storage = self.storage
+        rows = storage.rows
+        lock = ProcessLock(self, storage.lock)
+        if head_file is not None:
+            self.keep_in(head_file)
+            lock.keep_in(head_file)
+            storage.keys.keep_in(head_file)
+        if rows is not None and storage.scratch_dir is None:
+            written = storage.written_rows()
+            entries = written.used_entries()
+            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
+            require_room(nbytes, torch.device("cpu"), *_COPY, None)
+            form = RowsForm(rows.layout, rows.shape, rows.dedup)
+            rows = storage.map_rows(form, self.file)
+            rows.restore_(written.matrix, entries)
+        storage.shared_rows = self
+        try:
+            if rows is not None:
+                storage.adopt(rows)
+        except BaseException:
+            storage.shared_rows = None
+            raise
+        storage.device = torch.device("cpu")
+        storage.is_reserved = False  # reserved rows can no longer be replaced
+        storage.lock, storage.live = lock, None
 
     def keep_in(self, head_file: HeadFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has
