@@ -150,7 +150,8 @@ def _integers(index: object, device: torch.device) -> torch.Tensor:
         return torch.full((), index, dtype=torch.int64, device=device)
     integers = as_integers(index)
     if integers is None:
-        got = getattr(index, "dtype", type(index).__name__)
+        is_tensor = isinstance(index, torch.Tensor)
+        got = str(index.dtype) if is_tensor else f"a {type(index).__name__}"
         raise TypeError(
             f"row indices must be integers, got {got}: pass those of the batch, batch['index']"
         )

@@ -649,15 +649,17 @@ class PackedStorage(LazyTensorStorage):
         TensorDict, without the lock, and as they are."""
         rows = self.written_rows()
         if is_key(index):
-            return rows.column(as_tuple(index))
-        parts = index if isinstance(index, tuple) else (index,)
-        is_view = all(isinstance(part, _OF_VIEWS) for part in parts)
+            return rows.column((index,) if isinstance(index, str) else index)
+        is_tuple = isinstance(index, tuple)
+        is_view = isinstance(index, _OF_VIEWS) or (
+            is_tuple and all(isinstance(part, _OF_VIEWS) for part in index)
+        )
         if is_view and not (self.ring.holes and self.ndim == 1):
             return rows.at_region(index)
         cells = rows.cells_of(index)
-        is_of_steps = len(parts) == 1 and not (is_mask(index) and index.ndim > 1)
-        if not (rows.lanes and is_of_steps):  # in whole time steps, holes are zeros
-            self.refuse_holes(cells.reshape(-1))
+        names_rows = not rows.lanes or is_tuple or (is_mask(index) and index.ndim > 1)
+        if names_rows:  # in whole time steps, holes are zeros
+            self.refuse_holes(cells)
         return rows.at_region(index) if is_view else rows.at_cells(cells)
 
     def stamps(self, index: object) -> torch.Tensor:

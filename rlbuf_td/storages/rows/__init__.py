@@ -355,7 +355,7 @@ def from_start(index: torch.Tensor, size: int, error: str) -> torch.Tensor:
         return index % max(1, size)
     if not index.numel():
         return index
-    low, high = int(index.min()), int(index.max())
+    low, high = map(int, index.aminmax())
     if low < -size or high >= size:
         raise IndexError(error.format(high if high >= size else low, size))
     return torch.where(index < 0, index + size, index) if low < 0 else index
