@@ -49,7 +49,7 @@ def instruction(
     def decorate(emit: Callable[..., ir.Value | None]) -> Callable[..., Any]:
         @intrinsic
         @wraps(emit)  # numba reads the number of arguments from the function
-        def found(
+        def typed_instruction(
             typing_context: object, *kinds: types.Type
         ) -> tuple[Signature, Callable[..., ir.Value]]:
             def generate(
@@ -63,7 +63,7 @@ def instruction(
 
             return typed(*kinds), generate
 
-        return found
+        return typed_instruction
 
     return decorate
 

@@ -101,33 +101,36 @@ def read_and_write_rows(device: torch.device, generator: torch.Generator) -> boo
     rows = torch.randint(256, shape, **byte).to(device)
     cells = torch.randperm(_ROWS, generator=generator)[:_BATCH].to(device)
     words = RowWords(extents, device)
-    block = words.read(rows, cells)
-    start = 0
-    room = len(block) // words.nbytes
-    leaves = [rows[cells, begin : begin + size] for begin, size in extents.tolist()]
-    for leaf in leaves:
-        read = block[start : start + leaf.numel()].view_as(leaf)
-        start += room * leaf.shape[1]
-        if not torch.equal(read, leaf):
-            return False
-    block = words.allocate(_BATCH)
-    sources = [ROW, LAST_ROW, ELSEWHERE, LAST_ROW]
     last = cells.flip(0)
-    block.fill_(0)
-    RowWords(extents, device, sources).join(rows, cells, last, block)
-    start = 0
-    for (begin, size), source in zip(extents.tolist(), sources, strict=True):
-        leaf = rows[last if source == LAST_ROW else cells, begin : begin + size]
-        joined = block[start : start + leaf.numel()].view_as(leaf)
-        start += room * size
-        if not torch.equal(joined, leaf * (source != ELSEWHERE)):
-            return False
+    parts = extents.tolist()
+    leaves = [rows[cells, begin : begin + size] for begin, size in parts]
+    last_leaves = [rows[last, begin : begin + size] for begin, size in parts]
+    read = words.read(rows, cells)
+    joined = words.allocate(_BATCH).fill_(0)
+    sources = [ROW, LAST_ROW, ELSEWHERE, LAST_ROW]
+    RowWords(extents, device, sources).join(rows, cells, last, joined)
+    absent = torch.zeros_like(leaves[2])
+    of_join = [leaves[0], last_leaves[1], absent, last_leaves[3]]
     wanted = rows.clone()
-    target = cells.flip(0)
-    wanted[target, :31] = torch.cat(leaves, 1)
+    wanted[last, :31] = torch.cat(leaves, 1)
     addresses = torch.tensor([leaf.data_ptr() for leaf in leaves], device=device)
-    words.write(rows, target, addresses)
-    return torch.equal(rows, wanted)
+    words.write(rows, last, addresses)
+    return (
+        _holds(read, leaves) and _holds(joined, of_join) and torch.equal(rows, wanted)
+    )
+
+
+def _holds(block: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether a block has these leaves, one after another, with equal room for the rows of
+    each."""
+    room = len(block) // sum(leaf.shape[1] for leaf in leaves)
+    start = 0
+    for leaf in leaves:
+        stored = block[start : start + leaf.numel()].view_as(leaf)
+        start += room * leaf.shape[1]
+        if not torch.equal(stored, leaf):
+            return False
+    return True
 
 
 def update_priorities(device: torch.device, generator: torch.Generator) -> bool:

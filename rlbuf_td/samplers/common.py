@@ -19,7 +19,7 @@ from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages.checks import State, require_packed, state_of
-from rlbuf_td.storages.indexing import Info, moved
+from rlbuf_td.storages.indexing import Info
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -353,7 +353,7 @@ def as_errors(priority: object, rows: int, device: torch.device) -> Tensor:
         address_of(td_error)  # refuses TD errors without memory
     if td_error.requires_grad:
         td_error = td_error.detach()
-    td_error = moved(td_error, device).resolve_neg()
+    td_error = td_error.to(device).resolve_neg()
     if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
         td_error = td_error.to(
             torch.float32 if td_error.is_floating_point() else torch.float64

@@ -284,26 +284,11 @@ class Entries:
             following = self._following[g].view(torch.int32)[:used].tolist()
             rings = [_walk(following, int(self.numbers[1 + 2 * g]) - 1)]
             for lane in range(self.lanes):
-                rows = names[np.arange(*head[:, lane]) % len(names), lane].tolist()
-                order = {
-                    name: n
-                    for n, name in enumerate(
-                        dict.fromkeys(name for row in rows for name in row)
-                    )
-                }
-                chunks = [*dict.fromkeys((name - 1) >> group.bits for name in order)]
-                rings.append(_walk(following, chunks[0] if chunks else -1))
-                oldest = [order[row[0]] for row in rows]
-                is_ordered = all(
-                    order[name] >= first
-                    for row, first in zip(rows, oldest, strict=True)
-                    for name in row
-                )
-                if (
-                    rings[-1][: len(chunks)] != chunks
-                    or not is_ordered
-                    or oldest != sorted(oldest)
-                ):
+                rows = names[np.arange(*head[:, lane]) % len(names), lane].numpy()
+                chunks = _chunks_in_order(rows, used << group.bits, group.bits)
+                live = [] if chunks is None else chunks.tolist()
+                rings.append(_walk(following, live[0] if live else -1))
+                if chunks is None or rings[-1][: len(live)] != live:
                     raise AssertionError(
                         f"the entries of lane {lane} are not in the order of its rows: {rows}"
                     )
@@ -384,7 +369,7 @@ def refuse_foreign(
 
 def _chunks_in_order(names: np.ndarray, used: int, bits: int) -> np.ndarray | None:
     """Return the chunks of the entries ``names``, ``[n, names]``, of the rows of a lane
-    by age; None: out of order."""
+    by age, in this order; None: names are out of order, or above ``used``."""
     if not names.size:
         return np.empty(0, np.int32)
     if names.min() < 1 or names.max() > used:
@@ -397,13 +382,8 @@ def _chunks_in_order(names: np.ndarray, used: int, bits: int) -> np.ndarray | No
     )
     oldest, newest = order[:, 0], order[:, -1]
     is_sorted = bool((np.diff(oldest) >= 0).all() and (np.diff(newest) >= 0).all())
-    return (
-        chunks
-        if is_sorted
-        and (order.min(1) == oldest).all()
-        and (order.max(1) == newest).all()
-        else None
-    )
+    are_within = (order.min(1) == oldest).all() and (order.max(1) == newest).all()
+    return chunks[first.argsort()] if is_sorted and are_within else None
 
 
 def _walk(following: list[int], first: int) -> list[int]:

@@ -25,7 +25,6 @@ from rlbuf_td.kernels.episodes import (
     BACK_OF_NEXT,
     EPISODES,
     MOST,
-    STEPS,
     Lanes,
     Spans,
     by_age,
@@ -310,7 +309,7 @@ class Episodes:
             following=self.following.data_ptr(),
             following_after=self.following_after.data_ptr(),
             steps=rows.steps,
-            lanes=self.lanes,
+            lanes=ring.lanes,
             row_bytes=rows.flat.stride(0) * rows.flat.element_size(),
             flags=self._flag_extents.ctypes.data,
             flag_count=len(self.flags),
@@ -324,16 +323,6 @@ class Episodes:
         if self.record is not None:
             self.record["rows"] = self.rows.flat.data_ptr()
         return self.address
-
-    @property
-    def steps(self) -> int:
-        """T, the slots of a lane."""
-        return self.rows.steps
-
-    @property
-    def lanes(self) -> int:
-        """E, the number of lanes."""
-        return len(self.numbers)
 
     @property
     def nbytes(self) -> int:
@@ -515,46 +504,22 @@ class Episodes:
         return StoredSegments(len(cells), count, broken, ids, bool(self.flags))
 
     def check(self) -> None:
-        """Raise an AssertionError unless the invariant holds."""
+        """Raise an AssertionError unless the numbers are those that flags, ids and
+        breaks give."""
         self.refresh()
-        ring = self.ring
-        for lane in range(ring.lanes):
-            serial = np.arange(ring.tail[lane], ring.written[lane])
-            if not len(serial):
-                continue
-            back, rows_to_end = (
-                self.numbers[lane].cpu().numpy()[serial % ring.steps].T.astype(np.int64)
+        if not len(self.ring):
+            return
+        lanes, longest = self._live()
+        expected = self.numbers.clone()
+        following = self._compute(lanes._replace(numbers=expected), longest)
+        if not torch.equal(self.numbers, expected):
+            raise AssertionError(
+                f"the numbers of episodes are {self.numbers.tolist()}, expected {expected.tolist()}"
             )
-            steps, begins = back & STEPS, (back & STEPS) == 0
-            last = np.where(
-                rows_to_end > 0, serial + rows_to_end - 1, ring.written[lane] - 1
+        if not torch.equal(self.following, following):
+            raise AssertionError(
+                f"the next rows continue {self.following.tolist()}, expected {following.tolist()}"
             )
-            next_back = 0 if rows_to_end[-1] else min(steps[-1] + 1, MOST)
-            for holds, what in (
-                (
-                    begins[1:] | (np.diff(steps) == 1) | (steps[1:] == MOST),
-                    "a row does not follow the one before",
-                ),
-                (begins[back < 0], "a break does not begin an episode"),
-                (
-                    np.where(
-                        begins[1:], last[:-1] == serial[:-1], last[:-1] == last[1:]
-                    ),
-                    "a row has another last row",
-                ),
-                (
-                    np.diff((rows_to_end == 0).astype(np.int8)) >= 0,
-                    "an episode goes on that is not the newest",
-                ),
-                (
-                    int(self.following[BACK_OF_NEXT, lane]) in (-1, next_back),
-                    "the next row continues another episode",
-                ),
-            ):
-                if not np.all(holds):
-                    raise AssertionError(
-                        f"lane {lane}: {what}: {back.tolist()}, {rows_to_end.tolist()}"
-                    )
 
 
 def refuse_episodes(saved: State | None, lanes: int, steps: int) -> None:

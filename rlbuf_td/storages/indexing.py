@@ -22,6 +22,7 @@ from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.ring import LiveRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.torchrl_parts import stored_rows
+from rlbuf_td.storages.writes import as_integers
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -107,19 +108,6 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
     return (flat, *reversed(parts))
 
 
-def moved(value: object, device: torch.device) -> torch.Tensor:
-    """Return a value as a tensor on a device; the host does not wait for the device if
-    it is a number."""
-    if type(value) is int:
-        return torch.full((), value, dtype=torch.int64, device=device)
-    value = (
-        value
-        if isinstance(value, torch.Tensor)
-        else torch.as_tensor(value, device="cpu")
-    )
-    return value if value.device == device else value.to(device)
-
-
 def flat_rows(
     index: object, storage: Storage | None, device: torch.device
 ) -> torch.Tensor:
@@ -138,30 +126,21 @@ def flat_rows(
     ):
         return index if index.is_contiguous() else index.contiguous()
     if isinstance(index, tuple):
-        index = torch.stack([moved(part, device).reshape(-1) for part in index], -1)
-    if isinstance(index, TensorDictBase):
-        raise TypeError(
-            f"row indices must be integers, got a {type(index).__name__}: pass those of the batch, batch['index']"
-        )
-    index = moved(index, device)
-    if index.dtype is not torch.int64:
-        if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
-            raise TypeError(
-                f"row indices must be integers, got an index of dtype {index.dtype}"
-            )
-        index = index.to(torch.int64)
-    if index.ndim < 2:
-        return index.reshape(-1).contiguous()
+        parts = [_integers(part, device).reshape(-1) for part in index]
+        index = torch.stack(parts, -1)
+    integers = _integers(index, device)
+    if integers.ndim < 2:
+        return integers.reshape(-1).contiguous()
     if storage is None:
         raise ValueError(
-            f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage"
+            f"an index of shape {tuple(integers.shape)} needs the storage: pass storage=rb.storage"
         )
-    if index.ndim > 2 or index.shape[-1] != storage.ndim:
+    if integers.ndim > 2 or integers.shape[-1] != storage.ndim:
         raise ValueError(
-            f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}: "
+            f"an index of shape {tuple(integers.shape)} does not fit a storage with ndim={storage.ndim}: "
             f"it must be flat, or of shape [B, {storage.ndim}]"
         )
-    first, *others = index.unbind(-1)
+    first, *others = integers.unbind(-1)
     flat = first
     for size, part in zip(lanes_of(storage), others, strict=True):
         if backend_of(part) == "numba" and bool(
@@ -172,6 +151,21 @@ def flat_rows(
             )
         flat = flat * size + part
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
+
+
+def _integers(index: object, device: torch.device) -> torch.Tensor:
+    """Return integers in any form as int64 on a device; the host does not wait for the
+    device if it is one number."""
+    if type(index) is int:
+        return torch.full((), index, dtype=torch.int64, device=device)
+    integers = as_integers(index)
+    if integers is None:
+        is_tensor = isinstance(index, torch.Tensor)
+        got = str(index.dtype) if is_tensor else f"a {type(index).__name__}"
+        raise TypeError(
+            f"row indices must be integers, got {got}: pass those of the batch, batch['index']"
+        )
+    return integers.to(device)
 
 
 def inner_dims(storage: Storage, dims: int) -> int:

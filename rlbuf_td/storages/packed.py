@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import warnings
 import weakref
@@ -24,12 +23,12 @@ from torchrl.data.replay_buffers import LazyTensorStorage, ReplayBuffer
 
 from rlbuf_td.kernels.dispatch import (
     OFF,
+    backend_of,
     import_kernels,
     untraced,
 )
 from rlbuf_td.kernels.host_memory import (
     address_of,
-    advise_huge_pages,
     alias_of,
     in_dispatch_mode,
 )
@@ -41,7 +40,6 @@ from rlbuf_td.kernels.serials import (
 )
 from rlbuf_td.storages.checks import State, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
-from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.episodes import (
     EpisodeKeys,
     Episodes,
@@ -57,21 +55,20 @@ from rlbuf_td.storages.listeners import (
     Listeners,
     Recovers,
 )
-from rlbuf_td.storages.lock import ProcessLock, defer_sigint
+from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.memory import (
     ROWS_FILE,
     HeadFile,
-    RowsFile,
     SharedFile,
-    allocate_bytes,
     delete_rows_file,
 )
 from rlbuf_td.storages.memory_budget import SHARED, require_room
-from rlbuf_td.storages.processes import SharedRows, shape_in_folder, watch_forks
+from rlbuf_td.storages.processes import SharedRows, shape_in_folder, watched
 from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.row_class import RowClass, unwrap, wrap
-from rlbuf_td.storages.rows import PlainRows, Rows, last_of_each
+from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
+from rlbuf_td.storages.rows.form import RowsForm
 from rlbuf_td.storages.saved import SavedRows
 from rlbuf_td.storages.schema import (
     Leaf,
@@ -106,10 +103,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_COPY = (
-    "A copy of the written rows in shared memory takes",
-    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
-)
 _PARTS = (
     "Priorities and trajectories of a shared buffer take",
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
@@ -319,7 +312,7 @@ class PackedStorage(LazyTensorStorage):
             # TorchRL's constructor makes these counters, which the ring replaces
             self.__dict__.pop(name, None)
         self._begin()
-        watch_forks(self)
+        watched.add(self)
         if reopen:
             self._reopen()
         if shared:
@@ -378,7 +371,7 @@ class PackedStorage(LazyTensorStorage):
         """Continue the rows that an earlier process has left in ``scratch_dir``."""
         file = HeadFile(cast("Path", self.scratch_dir))
         try:
-            self._move_rows(file)
+            SharedRows(self).take_rows(file)
             # maps the rows, and finishes or gives up a write during which the earlier
             # process died
             with self.lock:
@@ -413,7 +406,7 @@ class PackedStorage(LazyTensorStorage):
         # id of the creating process; forked processes have their own rows
         self.process = os.getpid()
 
-    # -- counts
+    # -- what it holds
 
     @property
     def ring(self) -> Ring:
@@ -478,113 +471,6 @@ class PackedStorage(LazyTensorStorage):
         self._take_edits()
         return self._ring.numbers[REVISION]
 
-    def use_episode_keys(self, keys: EpisodeKeys) -> None:
-        """Look up episodes by these keys; ValueError if others are in use, in this
-        process or in another one that shares the rows."""
-        known = self.keys
-        if keys == known.pair and known.are_used and not known.are_outdated:
-            return
-        with self.lock, defer_sigint:  # takes the pair that another process has set
-            if keys != known.pair:
-                if known.are_used:
-                    raise ValueError(
-                        f"this storage looks up episodes by done_key={known.pair.done_key} and traj_key="
-                        f"{known.pair.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
-                        "for all samplers and indices over a storage, in all processes that share it"
-                    )
-                self._replace_keys(keys)
-                if self.episodes is not None and self.reopened:
-                    self.episodes.end()
-                elif self.episodes is not None:
-                    self.episodes.forget()
-            known.use()
-
-    def _replace_keys(self, keys: EpisodeKeys) -> None:
-        """Find episodes by other keys; the numbers so far are stale."""
-        self.keys.refuse_long(keys)
-        # first: a process that dies here leaves numbers that are built again
-        self._ring.numbers[EPISODES_STALE] = True
-        self.keys.replace(keys)
-        self.refind_episodes()
-
-    def refind_episodes(self) -> None:
-        """Find episodes by other keys than before, in rows if there are any."""
-        self.episodes = self.write_plan = None
-        if self.rows is not None:
-            self.find_episodes()
-
-    def find_episodes(self, before: Episodes | None = None) -> None:
-        """Make the numbers of the rows' episodes, equal to those of ``before`` if it is
-        given."""
-        memory, self.write_plan = (
-            None if self.shared_rows is None else self.shared_rows.of_episodes,
-            None,
-        )
-        with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
-            self.episodes = Episodes(
-                self.all_rows(), self._ring, self.keys.pair, memory
-            )
-            if before is not None:
-                self.episodes.numbers.copy_(before.numbers)
-                self.episodes.following.copy_(before.following)
-
-    def load_episodes(self, saved: State | None) -> None:
-        """Restore the numbers of episodes of rows that have just been loaded; None:
-        find them in the rows."""
-        keys = (
-            None
-            if saved is None
-            else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
-        )
-        if keys is not None and keys != self.keys.pair and not self.keys.are_used:
-            self._replace_keys(keys)
-        if self.episodes is not None:
-            self.episodes.load(saved if keys == self.keys.pair else None)
-
-    def episodes_now(self) -> Episodes:
-        """Return the numbers of the rows' episodes, up to date.
-
-        Raises:
-            KeyError: the rows hold neither done flags nor trajectory ids.
-            TypeError: flags are not bool, or ids are not integers.
-            SchemaError: a row holds several steps.
-        """
-        self._take_edits()
-        # without rows, the property looks for those that another process has allocated
-        ring = self._ring if self.rows is not None else self.ring
-        episodes = self.episodes
-        if episodes is None:
-            # raises an error
-            episodes = Episodes(self.all_rows(), ring, self.keys.pair)
-        if ring.numbers[EPISODES_STALE]:
-            episodes.refresh()
-        return episodes
-
-    # TorchRL also sets these attributes; the ring replaces them.
-    _last_cursor = property(
-        lambda self: self._last_cursor_index, lambda self, cursor: None
-    )
-    _len = property(lambda self: len(self), lambda self, length: None)
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether kernels on a GPU read the rows."""
-        return self.rows is not None and self.rows.is_launched
-
-    def stamps(self, index: object) -> torch.Tensor:
-        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the
-        next row of a cell does not have.
-
-        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are
-        ``[B, L]``.
-        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry
-        ``"sampled_at"``.
-        """
-        if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
-            return self.ring.serial(flat_rows(index, self, self.device))
-        shape = index.shape[: index.ndim - (self.ndim > 1)]
-        return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
-
     @property
     def layout(self) -> RowLayout | None:
         """The layout of a row; ``None`` until rows are allocated."""
@@ -622,6 +508,96 @@ class PackedStorage(LazyTensorStorage):
     def lanes(self) -> torch.Size:
         """The sizes of the dims after time; empty before the rows are allocated."""
         return torch.Size([]) if self.rows is None else self.rows.lanes
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU read the rows."""
+        return self.rows is not None and self.rows.is_launched
+
+    # TorchRL also sets these attributes; the ring replaces them.
+    _last_cursor = property(
+        lambda self: self._last_cursor_index, lambda self, cursor: None
+    )
+    _len = property(lambda self: len(self), lambda self, length: None)
+
+    # -- episodes
+
+    def use_episode_keys(self, keys: EpisodeKeys) -> None:
+        """Look up episodes by these keys; ValueError if others are in use, in this
+        process or in another one that shares the rows."""
+        known = self.keys
+        if keys == known.pair and known.are_used and not known.are_outdated:
+            return
+        with self.lock, defer_sigint:  # takes the pair that another process has set
+            if keys != known.pair:
+                if known.are_used:
+                    raise ValueError(
+                        f"this storage looks up episodes by done_key={known.pair.done_key} and traj_key="
+                        f"{known.pair.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
+                        "for all samplers and indices over a storage, in all processes that share it"
+                    )
+                self._replace_keys(keys)
+                if self.episodes is not None and self.reopened:
+                    self.episodes.end()
+                elif self.episodes is not None:
+                    self.episodes.forget()
+            known.use()
+
+    def _replace_keys(self, keys: EpisodeKeys) -> None:
+        """Find episodes by other keys; the numbers so far are stale."""
+        self.keys.refuse_long(keys)
+        # first: a process that dies here leaves numbers that are built again
+        self._ring.numbers[EPISODES_STALE] = True
+        self.keys.replace(keys)
+        self.find_episodes()
+
+    def find_episodes(self, before: Episodes | None = None) -> None:
+        """Make the numbers of the rows' episodes, if there are rows, by the present
+        keys; equal to those of ``before`` if it is given."""
+        self.episodes = self.write_plan = None
+        if self.rows is None:
+            return
+        shared = self.shared_rows
+        memory = None if shared is None else shared.of_episodes
+        with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
+            self.episodes = Episodes(self.rows, self._ring, self.keys.pair, memory)
+            if before is not None:
+                self.episodes.numbers.copy_(before.numbers)
+                self.episodes.following.copy_(before.following)
+
+    def load_episodes(self, saved: State | None) -> None:
+        """Restore the numbers of episodes of rows that have just been loaded; None:
+        find them in the rows."""
+        keys = (
+            None
+            if saved is None
+            else EpisodeKeys.of(saved["done_key"], saved["traj_key"] or None)
+        )
+        if keys is not None and keys != self.keys.pair and not self.keys.are_used:
+            self._replace_keys(keys)
+        if self.episodes is not None:
+            self.episodes.load(saved if keys == self.keys.pair else None)
+
+    def episodes_now(self) -> Episodes:
+        """Return the numbers of the rows' episodes, up to date.
+
+        Raises:
+            KeyError: the rows hold neither done flags nor trajectory ids.
+            TypeError: flags are not bool, or ids are not integers.
+            SchemaError: a row holds several steps.
+        """
+        self._take_edits()
+        # without rows, the property looks for those that another process has allocated
+        ring = self._ring if self.rows is not None else self.ring
+        episodes = self.episodes
+        if episodes is None:
+            # raises an error
+            episodes = Episodes(self.all_rows(), ring, self.keys.pair)
+        if ring.numbers[EPISODES_STALE]:
+            episodes.refresh()
+        return episodes
+
+    # -- reads
 
     def all_rows(self) -> Rows:
         """Return all allocated rows; raise a RuntimeError if there are none."""
@@ -675,24 +651,39 @@ class PackedStorage(LazyTensorStorage):
         TensorDict, without the lock, and as they are."""
         rows = self.written_rows()
         if is_key(index):
-            return rows.column(as_tuple(index))
-        parts = index if isinstance(index, tuple) else (index,)
-        is_view = all(isinstance(part, _OF_VIEWS) for part in parts)
+            return rows.column((index,) if isinstance(index, str) else index)
+        is_tuple = isinstance(index, tuple)
+        is_view = isinstance(index, _OF_VIEWS) or (
+            is_tuple and all(isinstance(part, _OF_VIEWS) for part in index)
+        )
         if is_view and not (self.ring.holes and self.ndim == 1):
             return rows.at_region(index)
         cells = rows.cells_of(index)
-        is_of_steps = len(parts) == 1 and not (is_mask(index) and index.ndim > 1)
-        if not (rows.lanes and is_of_steps):  # in whole time steps, holes are zeros
-            self.refuse_holes(cells.reshape(-1))
+        names_rows = not rows.lanes or is_tuple or (is_mask(index) and index.ndim > 1)
+        if names_rows:  # in whole time steps, holes are zeros
+            self.refuse_holes(cells)
         return rows.at_region(index) if is_view else rows.at_cells(cells)
+
+    def stamps(self, index: object) -> torch.Tensor:
+        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the
+        next row of a cell does not have.
+
+        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are
+        ``[B, L]``.
+        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry
+        ``"sampled_at"``.
+        """
+        if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
+            return self.ring.serial(flat_rows(index, self, self.device))
+        shape = index.shape[: index.ndim - (self.ndim > 1)]
+        return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
 
     def complete(self, key: tuple[str, ...] | None = None) -> None:
         """Let writers compute what they add to the rows, before all entries or those at
         ``key`` are read; the caller holds the lock."""
-        for listener in listeners_of(self):
-            for part in parts_of(listener):
-                if isinstance(part, Completes):
-                    part.complete(key)
+        for part in self._parts():
+            if isinstance(part, Completes):
+                part.complete(key)
 
     def gather(self, flat: torch.Tensor) -> TensorDict:
         """Return the transitions at flat indices ``t * E + e``, as they are.
@@ -706,19 +697,21 @@ class PackedStorage(LazyTensorStorage):
     def refuse_unwritten(self, flat: torch.Tensor) -> None:
         """Raise an IndexError if a flat index names no written row; indices on a device
         are not checked."""
-        if not flat.is_cpu or not flat.numel():
+        if backend_of(flat) == "numba":
+            self.refuse_outside(flat)
+
+    def refuse_outside(self, flat: torch.Tensor) -> None:
+        """Raise an IndexError if a flat index, on any device, names no written row."""
+        if not flat.numel():
             return
-        address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
+        if flat.is_cpu:
+            address_of(flat)  # raises an error in FakeTensorMode, without values
         low, high = map(int, flat.aminmax())
         rows = len(self)
         if low < 0 or high >= rows:
-            written = (
-                f"rows 0 to {rows - 1} have been written"
-                if rows
-                else "no rows have been written"
-            )
+            written = f"rows 0 to {rows - 1} have" if rows else "no rows have"
             raise IndexError(
-                f"row {low if low < 0 else high} is out of range: {written}"
+                f"row {low if low < 0 else high} is out of range: {written} been written"
             )
         self.refuse_holes(flat)
 
@@ -732,6 +725,8 @@ class PackedStorage(LazyTensorStorage):
             if self.ring.tail[lane] % self.ring.steps:
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
             raise IndexError(f"step {step} of lane {lane} {what}; {_DRAWN}")
+
+    # -- writes
 
     @untraced("writes change numbers that no graph knows, and call compiled loops")
     def advance(self, write: Write) -> Any:
@@ -808,22 +803,18 @@ class PackedStorage(LazyTensorStorage):
         Whoever takes the lock after a process that died calls this method, and a thread
         whose write was interrupted.
         """
-        ring, rows, new = (
-            self.ring,
-            self.rows,
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )
+        ring, rows = self.ring, self.rows
+        new = ring.recover()
         if rows is not None:
             device = rows.matrix.device
-            new = ring.recover().to(device)
+            new = new.to(device)
             cells = torch.arange(ring.longest * ring.lanes, device=device)
             rows.flat[cells[~ring.is_live(cells)]] = 0
             rows.link(ring.serials)
         self._bump_mutation_revision()
-        for listener in listeners_of(self):
-            for part in parts_of(listener):
-                if isinstance(part, Recovers):
-                    part.recover(self, new)
+        for part in self._parts():
+            if isinstance(part, Recovers):
+                part.recover(self, new)
         ring.finish()
         if len(new):
             index = coordinates(new, self)
@@ -837,6 +828,7 @@ class PackedStorage(LazyTensorStorage):
         as their classes state it."""
         with self.lock:
             self.ring.check()
+            self._take_edits()
             if self.episodes is not None:
                 self.episodes.check()
             if isinstance(self.rows, DedupRows):
@@ -921,6 +913,8 @@ class PackedStorage(LazyTensorStorage):
             self.edit(lambda data: data.set_(index, value), key=index)
         else:
             self.set(index, value, set_cursor=False)
+
+    # -- edits
 
     def edit(
         self,
@@ -1028,7 +1022,7 @@ class PackedStorage(LazyTensorStorage):
                         for leaf in leaves
                     ]
                 flat = cells.reshape(-1).cpu()
-                self.refuse_unwritten(flat)
+                self.refuse_outside(flat)
                 numbers, leaves = last_of_each(flat.numpy(), leaves)
                 cells = torch.from_numpy(numbers).to(cells.device)
             self.enter()
@@ -1281,78 +1275,27 @@ class PackedStorage(LazyTensorStorage):
         target = torch.device(self.device if self.device != "auto" else device or "cpu")
         if dedup is not None:
             self._refuse_device(target)
-        sections = None if dedup is None else Sections.of(dedup, shape)
-        nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
-        sparse = None if sections is None else (sections.likely, sections.fixed)
-        what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
-        what += " with what they share" if dedup else ""
+        self._clean_up()  # the file of rows before these
         # rows without a description hold no data
         if folder is not None and (self.existsok or self.reopen):
             (folder / ROWS_FILE).unlink(missing_ok=True)
+        shared = None if self.shared_rows is None else self.shared_rows.file
+        form = RowsForm(layout, shape, dedup)
         # rows allocated in inference mode could not be written outside it
         with torch.inference_mode(False):
-            shared = (
-                self.shared_rows.file
-                if self.shared_rows is not None and folder is None
-                else None
+            rows = form.allocate(target, folder, shared, self._remedy(layout))
+        if self.auto_cleanup and folder is not None:
+            path = folder / ROWS_FILE
+            self._clean_up = weakref.finalize(
+                self, delete_rows_file, path, path.stat().st_ino, os.getpid()
             )
-            memory = allocate_bytes(
-                nbytes,
-                target,
-                what,
-                self._remedy(layout),
-                scratch_dir=folder,
-                shared=shared,
-                sparse=sparse,
-            )
-            # For longer rows, huge pages cost more at the first write than they save in
-            # reads.
-            if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
-                advise_huge_pages(memory)
-            if self.auto_cleanup and folder is not None:
-                self._clean_up()  # files of rows before these
-                path = folder / ROWS_FILE
-                self._clean_up = weakref.finalize(
-                    self, delete_rows_file, path, path.stat().st_ino, os.getpid()
-                )
-            return self._rows_in(memory, layout, shape, dedup)
-
-    def map_rows(
-        self,
-        layout: RowLayout,
-        shape: torch.Size,
-        dedup: DedupLayout | None,
-        memory: SharedFile,
-    ) -> Rows:
-        """Map the rows that lie in the file of ``scratch_dir`` or in shared
-        ``memory``."""
-        nbytes = (
-            prod(shape) * layout.row_bytes
-            if dedup is None
-            else Sections.of(dedup, shape).total
-        )
-        with torch.inference_mode(False):
-            folder = self.scratch_dir
-            file = memory if folder is None else RowsFile.open(folder, nbytes)
-            return self._rows_in(file.map(nbytes), layout, shape, dedup)
-
-    def _rows_in(
-        self,
-        block: torch.Tensor,
-        layout: RowLayout,
-        shape: torch.Size,
-        dedup: DedupLayout | None,
-    ) -> Rows:
-        if dedup is not None:
-            return DedupRows(
-                dedup,
-                block,
-                shape,
-                None if self.scratch_dir is None else RowsFile(self.scratch_dir),
-            )
-        rows = PlainRows(layout, block.view(*shape, layout.row_bytes))
-        rows.is_mapped = self.scratch_dir is not None
         return rows
+
+    def map_rows(self, form: RowsForm, shared: SharedFile) -> Rows:
+        """Map the rows that lie in the file of ``scratch_dir`` or in ``shared``
+        memory."""
+        with torch.inference_mode(False):
+            return form.map(self.scratch_dir, shared)
 
     def _remedy(self, layout: RowLayout) -> str:
         largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
@@ -1374,12 +1317,9 @@ class PackedStorage(LazyTensorStorage):
         reads."""
         self._take_edits()
         self.epoch += 1
-        episodes = (
-            None
-            if self.rows is None or self.rows.shape != rows.shape
-            else self.episodes
-        )
-        if self.rows is None or self.rows.shape != rows.shape:
+        has_shape = self.rows is not None and self.rows.shape == rows.shape
+        episodes = self.episodes if has_shape else None
+        if not has_shape:
             before, lanes = self._ring, prod(rows.lanes)
             self._ring = Ring(rows.steps, lanes)
             self._ring.written += before.written.max()
@@ -1388,7 +1328,7 @@ class PackedStorage(LazyTensorStorage):
             self._ring.empty()
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
-        self.rows, self.live, self.episodes = rows, None, None
+        self.rows, self.live = rows, None
         self.find_episodes(episodes)
         self.device = rows.matrix.device
         self.max_size = rows.cells
@@ -1501,6 +1441,8 @@ class PackedStorage(LazyTensorStorage):
             if isinstance(listener, Listener):
                 listener._rows_replaced(are_loaded=are_loaded)
 
+    # -- sharing
+
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and
         receive this storage.
@@ -1520,7 +1462,11 @@ class PackedStorage(LazyTensorStorage):
             MemoryError: the written rows do not fit into RAM a second time.
             OSError: the priorities do not fit into ``/dev/shm``. Nothing has changed.
         """
-        self._refuse_sharing()
+        if torch.device("cpu" if self.device == "auto" else self.device).type != "cpu":
+            raise ValueError(
+                f"rows on {self.device} cannot be shared by several processes: keep them on the CPU, and move batches "
+                f"(a transform does), or let one process write"
+            )
         import_kernels()
         with self.lock, defer_sigint:
             if self.is_reserved:
@@ -1530,7 +1476,7 @@ class PackedStorage(LazyTensorStorage):
             nbytes = sum(getattr(part, "bytes_to_share", 0) for part in parts)
             require_room(nbytes, torch.device("cpu"), *_PARTS, SHARED)
             if self.shared_rows is None:
-                self._move_rows()
+                SharedRows(self).take_rows()
             self.keys.share_memory_()
             self.share_parts()
             self.shared = True
@@ -1552,42 +1498,6 @@ class PackedStorage(LazyTensorStorage):
         for listener in listeners_of(self):
             yield from parts_of(listener)
 
-    def _refuse_sharing(self) -> None:
-        """Raise a ValueError if the rows are not on the CPU."""
-        if torch.device("cpu" if self.device == "auto" else self.device).type != "cpu":
-            raise ValueError(
-                f"rows on {self.device} cannot be shared by several processes: keep them on the CPU, and move batches "
-                f"(a transform does), or let one process write"
-            )
-
-    def _move_rows(self, head_file: HeadFile | None = None) -> None:
-        """Move rows and serials to memory that other processes can map; an error
-        changes nothing."""
-        rows = self.rows
-        shared = SharedRows(self)
-        lock = ProcessLock(shared, self.lock)
-        if head_file is not None:
-            shared.keep_in(head_file)
-            lock.keep_in(head_file)
-            self.keys.keep_in(head_file)
-        if rows is not None and self.scratch_dir is None:
-            written = self.written_rows()
-            entries = written.used_entries()
-            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
-            require_room(nbytes, torch.device("cpu"), *_COPY, None)
-            rows = self.map_rows(rows.layout, rows.shape, rows.dedup, shared.file)
-            rows.restore_(written.matrix, entries)
-        self.shared_rows = shared
-        try:
-            if rows is not None:
-                self.adopt(rows)
-        except BaseException:
-            self.shared_rows = None
-            raise
-        self.device = torch.device("cpu")
-        self.is_reserved = False  # reserved rows can no longer be replaced
-        self.lock, self.live = lock, None
-
     def _share_memory_(self) -> None:
         """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets
         call this method.
@@ -1606,6 +1516,8 @@ class PackedStorage(LazyTensorStorage):
     def _make_init_directory(self) -> None:
         """Do nothing. TorchRL's collectors require this method before they let workers
         initialize the storage."""
+
+    # -- saves
 
     def state_dict(self) -> State:
         """Return the layout, the counters, and a copy of the rows, on the same
@@ -1707,32 +1619,6 @@ class PackedStorage(LazyTensorStorage):
         storage.load(content)
         return storage
 
-    def dedup_for(
-        self, layout: RowLayout, saved: DedupLayout | None
-    ) -> DedupLayout | None:
-        """Return the saved layout of deduplicated rows, or choose one; None if this
-        storage does not deduplicate."""
-        if self.dedup_options and saved is not None:
-            return DedupLayout(layout, saved.chosen)
-        return DedupLayout.chosen_for(layout, self.dedup_options)
-
-    def restore_counters(self, content: State) -> None:
-        """Restore the counters of a state, whose rows are here; updates skip all
-        batches that were sampled before."""
-        self.epoch += 1
-        self.is_reserved = content.get("reserved", False)
-        self.row_class = content["row_class"]
-        self.ring.load(content["ring"])
-        self._bump_mutation_revision()
-        self.load_episodes(content.get("episodes"))
-        self.ring.finish()
-
-    def begin_load(self) -> None:
-        """Give up all rows, before others are loaded in their place;
-        :meth:`restore_counters` ends this."""
-        self.enter()
-        self.ring.give_up()
-
     def end_load(self, but: object = None) -> None:
         """After the rows have been replaced by those of a state, tell all but one
         buffer, see :meth:`tell_replaced`.
@@ -1826,7 +1712,7 @@ class PackedStorage(LazyTensorStorage):
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)
-        watch_forks(self)
+        watched.add(self)
         for listener in listeners_of(self).own():
             listener._rows_restored()
 

@@ -27,6 +27,7 @@ from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
+from rlbuf_td.storages.lock import ProcessLock
 from rlbuf_td.storages.memory import (
     FIRST,
     HEAD_FILE,
@@ -35,19 +36,26 @@ from rlbuf_td.storages.memory import (
     NamelessFile,
     SharedFile,
 )
+from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import loaded
 from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.rows.form import RowsForm
 from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
+_COPY = (
+    "A copy of the written rows in shared memory takes",
+    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
+)
 _PAGE = 4096
 # seconds; otherwise, a thread that waits for the forking thread would stop both for
 # ever
 _LONGEST = 10.0
-_storages: WeakSet[Any] = WeakSet()
+#: The storages for whose calls a fork of this process waits.
+watched: WeakSet[Any] = WeakSet()
 _fork = threading.local()  # ``held``: the locks that the fork of this thread holds
 
 
@@ -66,6 +74,35 @@ class SharedRows(Attached):
         # memory for the numbers of episodes
         self.of_episodes: torch.Tensor | None = None
         self._head_file: HeadFile | None = None
+
+    def take_rows(self, head_file: HeadFile | None = None) -> None:
+        """Move the storage's rows and serials to memory that other processes can map, and
+        what describes them to a file if there is one; an error changes nothing."""
+        storage = self.storage
+        rows = storage.rows
+        lock = ProcessLock(self, storage.lock)
+        if head_file is not None:
+            self.keep_in(head_file)
+            lock.keep_in(head_file)
+            storage.keys.keep_in(head_file)
+        if rows is not None and storage.scratch_dir is None:
+            written = storage.written_rows()
+            entries = written.used_entries()
+            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *entries))
+            require_room(nbytes, torch.device("cpu"), *_COPY, None)
+            form = RowsForm(rows.layout, rows.shape, rows.dedup)
+            rows = storage.map_rows(form, self.file)
+            rows.restore_(written.matrix, entries)
+        storage.shared_rows = self
+        try:
+            if rows is not None:
+                storage.adopt(rows)
+        except BaseException:
+            storage.shared_rows = None
+            raise
+        storage.device = torch.device("cpu")
+        storage.is_reserved = False  # reserved rows can no longer be replaced
+        storage.lock, storage.live = lock, None
 
     def keep_in(self, head_file: HeadFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has
@@ -107,7 +144,8 @@ class SharedRows(Attached):
             self._refuse_other(shape)
             storage.row_class = loaded(description["row_class"])
             dedup = saved_dedup(layout, description)
-            storage.adopt(storage.map_rows(layout, shape, dedup, self.file))
+            form = RowsForm(layout, shape, dedup)
+            storage.adopt(storage.map_rows(form, self.file))
 
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move their ring to shared
@@ -167,7 +205,7 @@ class SharedRows(Attached):
         self.find()
         if self._keys.are_outdated:
             self._keys.follow()
-            self.storage.refind_episodes()
+            self.storage.find_episodes()
 
     def is_whole(self) -> bool:
         """Whether no write is in progress."""
@@ -199,14 +237,9 @@ def shape_in_folder(folder: Path) -> list[int]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
-def watch_forks(storage: PackedStorage) -> None:
-    """Let later forks of this process wait for the calls that use ``storage``."""
-    _storages.add(storage)
-
-
 def _hold() -> None:
     _fork.held = held = []
-    for storage in list(_storages):
+    for storage in list(watched):
         # the part of a ProcessLock that other processes ignore
         lock = getattr(storage.lock, "threads", storage.lock)
         if lock.acquire(timeout=_LONGEST):
@@ -230,7 +263,7 @@ def _begin_child() -> None:
     """Release the locks, and do without the threads of the other process; a plan of
     writes does not look for a fork, so that the first write makes another one."""
     _release()
-    for storage in list(_storages):
+    for storage in list(watched):
         if not storage.shared:
             storage.write_plan = None
         for listener in listeners_of(storage).own():

@@ -207,16 +207,9 @@ class Ring:
     def newest(self) -> int:
         """The slot of the newest row; -1 if there is none, lanes do not stand together,
         or there are holes."""
-        common = self.common()
-        if common is None:
-            return (
-                (self.cursor - 1) % self.steps
-                if self.longest and self.are_aligned and not self.holes
-                else -1
-            )
-        (tail, written), steps = common, self.steps
-        is_empty, has_holes = written == tail, written - tail < steps and tail % steps
-        return -1 if is_empty or has_holes else (written - 1) % steps
+        if not self.longest or not self.are_aligned or self.holes:
+            return -1
+        return (self.cursor - 1) % self.steps
 
     # -- writes
 

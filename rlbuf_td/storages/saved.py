@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlbuf_td.kernels.host_memory import take_pages
+from rlbuf_td.kernels.serials import REVISION
 from rlbuf_td.storages.checks import State
 from rlbuf_td.storages.dedup import DedupLayout, saved_dedup
 from rlbuf_td.storages.entries import refuse_foreign
@@ -114,7 +115,7 @@ class SavedRows:
         storage, lanes = self.storage, self.lanes
         own_lanes, own_dedup = storage.lanes, storage.dedup
         if self.is_new:
-            own_dedup = storage.dedup_for(self.layout, self.dedup)
+            own_dedup = self._dedup_of_new_rows()
         if storage.rows is None and storage.lanes_wanted is not None:
             own_lanes = torch.Size([storage.lanes_wanted])
         elif storage.rows is None:  # as many as the first write has
@@ -130,6 +131,14 @@ class SavedRows:
             f"load it into a buffer of its own kind, old, and copy the rows, new.extend({rows}{target}); "
             "rows of a writer without order are old[:]"
         )
+
+    def _dedup_of_new_rows(self) -> DedupLayout | None:
+        """Return how the storage will deduplicate these rows: as they are saved, if it
+        deduplicates."""
+        options = self.storage.dedup_options
+        if options and self.dedup is not None:
+            return DedupLayout(self.layout, self.dedup.chosen)
+        return DedupLayout.chosen_for(self.layout, options)
 
     def read(self) -> Rows | None:
         """Read the rows into new memory; return None if :meth:`put` reads them."""
@@ -158,13 +167,20 @@ class SavedRows:
 
     def put(self, rows: Rows | None) -> None:
         """Replace the rows of the storage by what :meth:`read` has returned."""
-        storage = self.storage
+        storage, content = self.storage, self.content
         if rows is not None:
             storage.adopt(rows)
         else:
-            storage.begin_load()
+            storage.enter()
+            storage.ring.give_up()
             storage.all_rows().restore_(self.matrix, self.entries)
-        storage.restore_counters(self.content)
+        storage.epoch += 1
+        storage.is_reserved = content.get("reserved", False)
+        storage.row_class = content["row_class"]
+        storage.ring.load(content["ring"])
+        storage.load_episodes(content.get("episodes"))
+        storage.ring.numbers[REVISION] += 1
+        storage.ring.finish()
 
 
 def _form(dedup: DedupLayout | None) -> str:

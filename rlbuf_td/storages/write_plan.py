@@ -332,10 +332,10 @@ class TorchWrites(WritePlan):
             if are_ragged:
                 steps = extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps)
                 rows.matrix[longest : steps.max()].zero_()  # those of other lanes
-            if addresses is None:
+            if addresses is None or rows.words is None:
                 rows.append_(cells, leaves, serials)
             else:
-                rows.append_from_(launch.cells, launch.addresses)
+                rows.words.write(rows.flat, launch.cells, launch.addresses)
             if episodes is None:
                 ring.publish()
             else:

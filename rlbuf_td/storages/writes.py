@@ -49,10 +49,13 @@ def as_steps(cursor: object, total: int, live: int) -> np.ndarray:
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total))
     integers = as_integers(cursor)
-    if integers is None or integers.ndim > 1:
-        shape = tuple(getattr(cursor, "shape", ()))
+    if integers is None:
         raise IndexError(
-            f"cannot write at a cursor {type(cursor).__name__} of shape {shape}: pass time steps, integers [n]"
+            f"cannot write at a cursor that is no integers, got a {type(cursor).__name__}: pass time steps"
+        )
+    if integers.ndim > 1:
+        raise IndexError(
+            f"cannot write at a cursor of shape {tuple(integers.shape)}: pass time steps, [n]"
         )
     steps = np.atleast_1d(integers.cpu().numpy())
     if not len(steps):

@@ -25,7 +25,7 @@ from rlbuf_td import (
     TrajectoryIndex,
 )
 from rlbuf_td.storages.indexing import written_rows
-from rlbuf_td.storages.rows import PlainRows
+from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.writes import Write
 from tests.backends import forced, running
 from tests.catalogue import numbered_rows
@@ -367,7 +367,7 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     assert found.tolist() == [2, 1, 0, 0, 0]
 
 
-def half_edited_then_die(rows_: PlainRows, cells: Any, values: dict[Any, Any]) -> None:
+def half_edited_then_die(rows_: Rows, cells: Any, values: dict[Any, Any]) -> None:
     key = rows_.layout.leaves[0].key
     rows_.unpack(rows_.matrix)[key][cells] = values[key]
     die()
@@ -384,7 +384,7 @@ def test_a_killed_write_to_a_reservoir_changes_no_row_but_those_that_it_replaces
         )
         with monkeypatch.context() as patch:
             if line % 2:
-                patch.setattr(PlainRows, "edit_", half_edited_then_die)
+                patch.setattr(Rows, "edit_", half_edited_then_die)
             is_killed = killed_at(
                 line // 2 * 2 + 1,
                 lambda line=line: rb.extend(numbered_rows(40, 1_000 * line, every=4)),

@@ -36,7 +36,7 @@ from rlbuf_td import (
 from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.memory import HEAD_FILE, PRIORITY_FILE
-from rlbuf_td.storages.rows import PlainRows
+from rlbuf_td.storages.rows import Rows
 from tests.backends import forced
 from tests.storages.test_kill import die
 
@@ -529,7 +529,7 @@ def test_a_killed_write_of_as_many_rows_as_fit_leaves_none(tmp_path: Path) -> No
         with forced("torch"):
             rb = ReplayBuffer(storage=opened(tmp_path))
             rb.extend(rows(torch.arange(100)))
-            PlainRows.append_ = die
+            Rows.append_ = die
             rb.extend(rows(torch.arange(100, 100 + CAPACITY)))
 
     killed(work)

@@ -1,9 +1,7 @@
-"""The interface of rows in memory, and rows without deduplication. Nothing here depends
-on TorchRL."""
+"""Rows in memory, and how they are read and written. Nothing here depends on TorchRL."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -33,9 +31,8 @@ _NO_STEP = "position {} is out of range: {} time steps are stored, which rb.exte
 _NO_LANE = "lane {} is out of range: there are {} lanes"
 
 
-class Rows(ABC):
-    """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory
-    layout.
+class Rows:
+    """Rows of shape ``[T, *lanes]`` in a byte matrix ``[T, *lanes, row_bytes]``.
 
     The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``.
     Negative time steps count from the end. On the CPU, an index out of range raises an
@@ -48,8 +45,6 @@ class Rows(ABC):
     # whether the rows lie in a file; reads then request all pages that they need at
     # once
     is_mapped = False
-    # whether kernels on a GPU read and write the rows
-    is_launched = False
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
@@ -58,6 +53,10 @@ class Rows(ABC):
         self.extents = layout.extents
         self.use(matrix)
         self.exported = ExportedViews(self.matrix)
+        #: Copies rows on a GPU; None elsewhere.
+        self.words = row_words(self.extents, matrix)
+        # copies n-step transitions, whose rewards have this key
+        self._joins: dict[tuple[str, ...], RowWords] = {}
 
     def use(self, matrix: torch.Tensor) -> None:
         """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype
@@ -67,6 +66,11 @@ class Rows(ABC):
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels on a GPU read and write the rows."""
+        return self.words is not None and backend_of(self.matrix) == "triton"
 
     @property
     def nbytes(self) -> int:
@@ -89,13 +93,29 @@ class Rows(ABC):
         if the rows lie in a file."""
         ask_for_rows(self.flat, cells)
 
-    @abstractmethod
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         """Return every leaf, ``[*cells.shape, ...]``, of the rows at flat indices
         ``cells`` (int64, not negative)."""
+        if self.is_mapped:
+            self.ask_for(cells.reshape(-1))
+        if self.words is not None and self.is_launched:
+            block = self.words.read(self.flat, cells.reshape(-1).contiguous())
+            return self.layout.slices(block, cells.shape)
+        # one kernel: leaves are views of one block
+        if backend_of(self.matrix) != "numba":
+            rows = self.flat.index_select(0, cells.reshape(-1))
+            columns = self.layout.columns(rows.view(*cells.shape, rows.shape[1]))
+            # without what autograd knows: each may be changed in place
+            return [column.data for column in columns]
+        leaves = self.layout.blank(cells.shape, self.matrix.device)
+        gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
+        return leaves
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
+        """Copy the rows at flat indices ``[B]`` to ``out``, ``[B, width]``."""
+        if self.is_mapped:
+            self.ask_for(flat)
+        torch.index_select(self.flat, 0, flat, out=out)
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
         return self.layout.wrap(
@@ -120,12 +140,26 @@ class Rows(ABC):
         ``sum_rewards`` writes the sums of the rewards ``key`` to their leaf, and returns
         the last rows, whose ``"next"`` the batch has.
         """
-        raise NotImplementedError
+        layout = self.layout
+        words = self._joins.get(key)
+        if words is None:
+            sources = [
+                LAST_ROW if leaf.key[0] == "next" else ROW for leaf in layout.leaves
+            ]
+            sources[layout.places[key]] = ELSEWHERE
+            words = cast("RowWords", row_words(self.extents, self.matrix, sources))
+            self._joins[key] = words
+        block = words.allocate(len(cells))
+        leaves = layout.slices(block, cells.shape)
+        sums = sum_rewards(leaves[layout.places[key]])
+        words.join(self.flat, cells, sums.ends, block)
+        batch = layout.wrap(leaves, cells.shape, self.matrix.device, {})
+        return batch, sums.taken
 
-    @abstractmethod
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
         """Return a TensorDict of strided views of ``matrix``, a matrix of rows, without
         deduplicated keys."""
+        return self.layout.unpack(matrix)
 
     def view(self) -> TensorDict:
         """Return all rows as a TensorDict of strided views of :attr:`given`, without
@@ -146,7 +180,6 @@ class Rows(ABC):
         """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
-    @abstractmethod
     def append_(
         self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray
     ) -> None:
@@ -155,16 +188,36 @@ class Rows(ABC):
 
         ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
+        block = self.flat.new_zeros((len(cells), self.flat.shape[1]))
+        torch._foreach_copy_(self.layout.columns(block), leaves)
+        # of runs of neighbours
+        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]
+        if len(edges) > _MOST_RUNS:
+            self.flat.index_copy_(0, to_device(cells, block.device), block)
+            return
+        for start, end in pairwise(edges):
+            self.flat[cells[start] : cells[start] + end - start] = block[start:end]
 
     def addresses_of(self, leaves: list[torch.Tensor]) -> list[int] | None:
-        """Return the addresses of leaves that :meth:`append_from_` can read; None if it
-        cannot."""
-        return None
-
-    def append_from_(self, cells: torch.Tensor, addresses: torch.Tensor) -> None:
-        """Write rows as :meth:`append_` does, from :meth:`addresses_of` leaves, on a
-        GPU; both arguments lie there, int64."""
-        raise NotImplementedError
+        """Return the addresses of leaves that :attr:`words` can write to the rows; None if
+        it cannot."""
+        words = self.words
+        if words is None or not self.is_launched:
+            return None
+        memory = self.matrix.untyped_storage().data_ptr()
+        addresses = [leaf.data_ptr() for leaf in leaves]
+        for leaf, address, is_wide in zip(
+            leaves, addresses, words.is_wide, strict=True
+        ):
+            is_readable = leaf.is_contiguous() and not (leaf.is_conj() or leaf.is_neg())
+            if (
+                not is_readable
+                or leaf.device != self.matrix.device
+                or leaf.untyped_storage().data_ptr() == memory
+                or (is_wide and address % WIDE)
+            ):
+                return None
+        return addresses
 
     def edit_(
         self,
@@ -295,107 +348,6 @@ class ExportedViews:
         return entries
 
 
-class PlainRows(Rows):
-    """Rows without deduplication, in a contiguous byte matrix
-    ``[T, *lanes, row_bytes]``."""
-
-    def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
-        super().__init__(layout, matrix.view(layout.carrier))
-        #: Copies rows on a GPU; None elsewhere.
-        self.words = row_words(self.extents, self.matrix)
-        # copies n-step transitions, whose rewards have this key
-        self._joins: dict[tuple[str, ...], RowWords] = {}
-
-    @property
-    def is_launched(self) -> bool:  # pyrefly: ignore [bad-override]
-        return self.words is not None and backend_of(self.matrix) == "triton"
-
-    def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        if self.is_mapped:
-            ask_for_rows(self.flat, cells.reshape(-1))
-        if self.words is not None and self.is_launched:
-            block = self.words.read(self.flat, cells.reshape(-1).contiguous())
-            return self.layout.slices(block, cells.shape)
-        # one kernel: leaves are views of one block
-        if backend_of(self.matrix) != "numba":
-            rows = self.flat.index_select(0, cells.reshape(-1))
-            columns = self.layout.columns(rows.view(*cells.shape, rows.shape[1]))
-            # without what autograd knows: each may be changed in place
-            return [column.data for column in columns]
-        leaves = self.layout.blank(cells.shape, self.matrix.device)
-        gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
-        return leaves
-
-    def summed_at(
-        self,
-        cells: torch.Tensor,
-        key: tuple[str, ...],
-        sum_rewards: Callable[[torch.Tensor], Sums],
-    ) -> tuple[TensorDict, torch.Tensor]:
-        """See :class:`Rows`."""
-        layout = self.layout
-        words = self._joins.get(key)
-        if words is None:
-            sources = [
-                LAST_ROW if leaf.key[0] == "next" else ROW for leaf in layout.leaves
-            ]
-            sources[layout.places[key]] = ELSEWHERE
-            words = cast("RowWords", row_words(self.extents, self.matrix, sources))
-            self._joins[key] = words
-        block = words.allocate(len(cells))
-        leaves = layout.slices(block, cells.shape)
-        sums = sum_rewards(leaves[layout.places[key]])
-        words.join(self.flat, cells, sums.ends, block)
-        batch = layout.wrap(leaves, cells.shape, self.matrix.device, {})
-        return batch, sums.taken
-
-    def addresses_of(self, leaves: list[torch.Tensor]) -> list[int] | None:
-        """See :class:`Rows`."""
-        words = self.words
-        if words is None or not self.is_launched:
-            return None
-        memory = self.matrix.untyped_storage().data_ptr()
-        addresses = [leaf.data_ptr() for leaf in leaves]
-        for leaf, address, is_wide in zip(
-            leaves, addresses, words.is_wide, strict=True
-        ):
-            is_readable = leaf.is_contiguous() and not (leaf.is_conj() or leaf.is_neg())
-            if (
-                not is_readable
-                or leaf.device != self.matrix.device
-                or leaf.untyped_storage().data_ptr() == memory
-                or (is_wide and address % WIDE)
-            ):
-                return None
-        return addresses
-
-    def append_from_(self, cells: torch.Tensor, addresses: torch.Tensor) -> None:
-        """See :class:`Rows`."""
-        cast("RowWords", self.words).write(self.flat, cells, addresses)
-
-    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        if self.is_mapped:
-            ask_for_rows(self.flat, flat)
-        torch.index_select(self.flat, 0, flat, out=out)
-
-    def unpack(self, matrix: torch.Tensor) -> TensorDict:
-        return self.layout.unpack(matrix)
-
-    def append_(
-        self, cells: np.ndarray, leaves: list[torch.Tensor], head: np.ndarray
-    ) -> None:
-        """See :class:`Rows`."""
-        block = self.flat.new_zeros((len(cells), self.flat.shape[1]))
-        torch._foreach_copy_(self.layout.columns(block), leaves)
-        # of runs of neighbours
-        edges = [0, *np.flatnonzero(np.diff(cells) != 1) + 1, len(cells)]
-        if len(edges) > _MOST_RUNS:
-            self.flat.index_copy_(0, to_device(cells, block.device), block)
-            return
-        for start, end in pairwise(edges):
-            self.flat[cells[start] : cells[start] + end - start] = block[start:end]
-
-
 def from_start(index: torch.Tensor, size: int, error: str) -> torch.Tensor:
     """Convert negative indices, which count from the end; on the CPU, refuse indices
     out of range."""
@@ -403,7 +355,7 @@ def from_start(index: torch.Tensor, size: int, error: str) -> torch.Tensor:
         return index % max(1, size)
     if not index.numel():
         return index
-    low, high = int(index.min()), int(index.max())
+    low, high = map(int, index.aminmax())
     if low < -size or high >= size:
         raise IndexError(error.format(high if high >= size else low, size))
     return torch.where(index < 0, index + size, index) if low < 0 else index

@@ -40,6 +40,7 @@ class DedupRows(Rows):
         for run in dedup.runs:
             self.extents[run.leaf] = run.offset, run.nbytes
         self.dedup, self.is_mapped = dedup, make_room is not None
+        self.words = None  # kernels on a GPU read plain rows alone
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +56,9 @@ class DedupRows(Rows):
         leaves = self.layout.blank(cells.shape, self.matrix.device)
         self.read_(cells, leaves)
         return leaves
+
+    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
         leaves = self.layout.blank(cells.shape, self.matrix.device)
