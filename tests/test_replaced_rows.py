@@ -375,8 +375,10 @@ def test_plans_and_updates_follow_rows_that_move(cause: str, world: World) -> No
     rb, storage = world.first, world.storage
     rb.update_tensordict_priority(rb.sample().set("td_error", torch.ones(2)))
     epoch = storage.epoch
+    revision = storage.revision
     MOVES[cause].call(world)
     assert storage.epoch > epoch
+    assert storage.revision > revision or cause not in CAUSES
     last = storage[-1:].clone() if len(storage) else rows(0, 1)
     rb.extend(last.set("x", torch.tensor([500])))
     batches = [rb.sample() for _ in range(64)]

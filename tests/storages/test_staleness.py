@@ -259,3 +259,17 @@ def test_a_batch_of_before_a_load_updates_no_loaded_row() -> None:
     rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 9.0)))
     assert rb.stale_updates.total() == 4
     assert (rb.sampler.priority(torch.arange(8)) == 1).all()
+
+
+def test_rows_that_are_allocated_again_have_stamps_of_their_own() -> None:
+    rb: Any = ReplayBuffer(
+        storage=PackedStorage(8), sampler=ProportionalSampler(8), batch_size=4
+    )
+    rb.extend(TensorDict({"x": torch.zeros(5)}, [5]))
+    batch = rb.sample()
+    rb.empty()
+    rb.storage.release()
+    rb.extend(TensorDict({"y": torch.zeros(5, 2)}, [5]))
+    rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 50.0)))
+    assert rb.sampler.priority(torch.arange(5)).tolist() == [1.0] * 5
+    assert rb.health()["stale_updates"] == 4
