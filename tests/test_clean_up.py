@@ -35,6 +35,11 @@ class Row:
     x: torch.Tensor
 
 
+def class_rows(count: int) -> Any:
+    cls: Any = Row
+    return cls(x=torch.arange(count), batch_size=[count])
+
+
 SCHEMA = TensorDict({"x": torch.tensor(0)})
 
 
@@ -170,10 +175,10 @@ def test_rows_have_one_class_in_all_processes(is_reserved: bool) -> None:
     if is_reserved:
         rb: Any = ReplayBuffer.from_schema(SCHEMA, ROWS, shared=True, batch_size=2)
         rb.extend(first)
-        other = Row(x=torch.arange(2), batch_size=[2])
+        other = class_rows(2)
     else:
         rb = ReplayBuffer(storage=PackedStorage(ROWS, shared=True), batch_size=2)
-        rb.extend(Row(x=torch.arange(2), batch_size=[2]))
+        rb.extend(class_rows(2))
         other = first
     kind = type(rb.sample())
     alone: Any = ReplayBuffer(storage=PackedStorage(ROWS))

@@ -381,8 +381,10 @@ def test_plans_and_updates_follow_rows_that_move(cause: str, world: World) -> No
     rb, storage = world.first, world.storage
     rb.update_tensordict_priority(rb.sample().set("td_error", torch.ones(2)))
     epoch = storage.epoch
+    revision = storage.revision
     MOVES[cause].call(world)
     assert storage.epoch > epoch
+    assert storage.revision > revision or cause not in CAUSES
     last = storage[-1:].clone() if len(storage) else rows(0, 1)
     rb.extend(last.set("x", torch.tensor([500])))
     batches = [rb.sample() for _ in range(64)]
@@ -626,3 +628,17 @@ def test_a_batch_of_before_a_load_updates_no_loaded_row() -> None:
     rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 9.0)))
     assert rb.stale_updates.total() == 4
     assert (rb.sampler.priority(torch.arange(8)) == 1).all()
+
+
+def test_rows_that_are_allocated_again_have_stamps_of_their_own() -> None:
+    rb: Any = ReplayBuffer(
+        storage=PackedStorage(8), sampler=ProportionalSampler(8), batch_size=4
+    )
+    rb.extend(TensorDict({"x": torch.zeros(5)}, [5]))
+    batch = rb.sample()
+    rb.empty()
+    rb.storage.release()
+    rb.extend(TensorDict({"y": torch.zeros(5, 2)}, [5]))
+    rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 50.0)))
+    assert rb.sampler.priority(torch.arange(5)).tolist() == [1.0] * 5
+    assert rb.health()["stale_updates"] == 4

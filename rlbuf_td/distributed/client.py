@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -178,7 +178,8 @@ class Client:
                 if batches is not None:
                     batch = batches.take(self.beta)
                     if self.spec.norm == "buffer":
-                        self._weight_watch.see(batch["priority_weight"])
+                        weight = cast("Tensor", batch["priority_weight"])
+                        self._weight_watch.see(weight)
                     return batch
             # The counted rows are lost. Without a restart, writes and batches would
             # wait for each other.

@@ -3,7 +3,9 @@ batches that wait."""
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -421,6 +423,27 @@ def test_rows_that_another_buffer_writes_count_as_written(writer, is_used):
         rb.sample()
         batches += 1
     assert batches == 6  # as many rows as were written, and the tolerance
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))]
+)
+def test_a_copy_goes_on_with_the_counts(copy_of):
+    rb: ReplayBuffer = ReplayBuffer(
+        storage=PackedStorage(16), batch_size=8, samples_per_insert=1.0, tolerance=30
+    )
+    queue = ExperienceQueue(storage=PackedStorage(16), batch_size=4)
+    for each in (rb, queue):
+        each.extend(numbered_rows(14))
+        each.sample()
+        each.extend(numbered_rows(6))
+    queue.empty(empty_write_count=False)
+    queue.extend(numbered_rows(5))
+    rb, queue = copy_of(rb), copy_of(queue)
+    for each in (rb, queue):
+        each.extend(numbered_rows(2))
+    assert (rb.health()["inserts"], rb.health()["samples"]) == (22, 8)
+    assert queue.waiting == 7
 
 
 def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zero():

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -405,6 +406,15 @@ def test_a_killed_write_to_a_reservoir_changes_no_row_but_those_that_it_replaces
         assert rb.write_count >= len(rb)
         rb.update_priority(torch.arange(len(rb)), torch.rand(len(rb)))
     assert line > 97
+
+
+def test_cells_whose_rows_a_write_has_given_up_are_zeros():
+    rb = ReplayBuffer(storage=PackedStorage(8))
+    rb.extend(TensorDict({"x": torch.arange(1, 12)}, [11]))
+    rb.storage.ring.begin(np.array([2]))  # of a process that dies here
+    rb.storage.recover()
+    assert rb.storage["x"].tolist() == [9, 10, 11, 0, 0, 6, 7, 8]
+    assert rb.chronological()["x"].tolist() == [6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("form", ["numba", "torch"])

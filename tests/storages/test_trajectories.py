@@ -422,6 +422,35 @@ def stored(
     return data.set(("collector", "traj_ids"), torch.tensor(ids)) if with_ids else data
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_keys_that_are_named_after_the_rows_find_the_same_episodes(shared) -> None:
+    found = []
+    for is_early in (True, False):
+        storage = PackedStorage(8, shared=shared)
+        if is_early:
+            index = TrajectoryIndex(storage, done_key="end", traj_key=None)
+        ends = torch.zeros(13, dtype=torch.bool)
+        ends[[7, 9]] = True  # the beginning of the oldest episode is gone
+        rb: Any = ReplayBuffer(storage=storage)
+        rb.extend(stored(0, [0] * 13, with_ids=False).set("end", ends))
+        if not is_early:
+            index = TrajectoryIndex(storage, done_key="end", traj_key=None)
+        first, length = index.whole(only_finished=False)
+        found.append((reach(index, 8), first.tolist(), length.tolist()))
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 2
+
+
+def test_a_load_continues_trajectories_without_ids() -> None:
+    rb: Any = ReplayBuffer(storage=PackedStorage(8))
+    rb.extend(stored(0, [0] * 3, with_ids=False))
+    index = TrajectoryIndex(rb.storage)
+    assert index.length(torch.arange(3)).tolist() == [3] * 3
+    rb.load_state_dict(rb.state_dict())
+    rb.extend(stored(3, [0] * 2, with_ids=False))
+    assert index.length(torch.arange(5)).tolist() == [5] * 5
+
+
 @needs_fork
 def test_processes_share_the_episodes_of_keys_of_ones_own() -> None:
     storage = PackedStorage(20, shared=True)
