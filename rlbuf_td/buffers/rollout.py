@@ -26,14 +26,6 @@ from rlbuf_td.writers.rollout import RolloutWriter
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_STATISTICS = (
-    "advantage_mean",
-    "advantage_std",
-    "value_target_mean",
-    "value_target_std",
-    "explained_variance",
-)
-
 
 class RolloutBuffer(ReplayBuffer):
     """Stores a rollout for on-policy learning, computes its advantages once, and yields
@@ -396,17 +388,16 @@ class RolloutBuffer(ReplayBuffer):
             acts = writer.estimator.mask_of(data)
             if acts is not None:
                 value, target, advantage = (x[acts] for x in (value, target, advantage))
-            advantage_std, advantage_mean = torch.std_mean(advantage, correction=0)
-            target_std, target_mean = torch.std_mean(target, correction=0)
-            explained = explained_variance(value, target)
-            numbers = torch.stack(
-                [advantage_mean, advantage_std, target_mean, target_std, explained]
-            ).tolist()
-            statistics = dict(zip(_STATISTICS, numbers, strict=True))
-            self._summary = (
-                revision,
-                statistics | {"value_rows": float(writer.value_rows)},
-            )
+            statistics = {
+                "advantage_mean": advantage.mean(),
+                "advantage_std": advantage.std(correction=0),
+                "value_target_mean": target.mean(),
+                "value_target_std": target.std(correction=0),
+                "explained_variance": explained_variance(value, target),
+                "value_rows": writer.value_rows,
+            }
+            numbers = {name: float(number) for name, number in statistics.items()}
+            self._summary = revision, numbers
         return dict(self._summary[1])
 
 
