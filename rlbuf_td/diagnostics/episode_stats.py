@@ -288,15 +288,16 @@ class EpisodeStats:
         for leaf, (_, kind) in zip(leaves, columns, strict=True):
             if leaf.shape.numel() != 1 or leaf.dtype not in _READ_AS[kind]:
                 return None
-        without_ids = len(self._columns) - len(columns)
-        metrics = leaves[2 - without_ids :][: len(self._is_double)]
-        is_double = [leaf.dtype is torch.float64 for leaf in metrics]
-        return partial(self._record_leaves, np.array(numbers), without_ids, is_double)
+        is_double = [
+            leaf.dtype is torch.float64
+            for leaf, (_, kind) in zip(leaves, columns, strict=True)
+            if kind is torch.float64
+        ]
+        return partial(self._record_leaves, np.array(numbers), is_double)
 
     def _record_leaves(
         self,
         numbers: np.ndarray,
-        without_ids: int,
         is_double: list[bool],
         addresses: np.ndarray,
         shape: tuple[int, int],
@@ -304,8 +305,8 @@ class EpisodeStats:
     ) -> None:
         """Count steps whose columns are the leaves ``numbers``; ``addresses`` holds
         the addresses of all leaves."""
-        self._inputs[0] = 0
-        self._inputs[without_ids:] = addresses[numbers]
+        self._inputs[0] = 0  # the trajectory ids, if they are missing
+        self._inputs[-len(numbers) :] = addresses[numbers]
         self._is_double[:] = is_double
         self._count(shape, strides, _NO_LANES)
 
