@@ -281,19 +281,19 @@ class EpisodeStats:
         if not (has_ids or may_be_missing(self._trajectory_key, TRAJ_KEY)):
             return None
         columns = self._columns if has_ids else self._columns[1:]
-        numbers = [layout.places.get(key, -1) for key, _ in columns]
-        if -1 in numbers:
-            return None
-        leaves = [layout.leaves[number] for number in numbers]
-        for leaf, (_, kind) in zip(leaves, columns, strict=True):
-            if leaf.shape.numel() != 1 or leaf.dtype not in _READ_AS[kind]:
+        is_double = []
+        for key, kind in columns:
+            leaf = layout.leaf(key)
+            if (
+                leaf is None
+                or leaf.shape.numel() != 1
+                or leaf.dtype not in _READ_AS[kind]
+            ):
                 return None
-        is_double = [
-            leaf.dtype is torch.float64
-            for leaf, (_, kind) in zip(leaves, columns, strict=True)
-            if kind is torch.float64
-        ]
-        return partial(self._record_leaves, np.array(numbers), is_double)
+            if kind is torch.float64:
+                is_double.append(leaf.dtype is torch.float64)
+        numbers = np.array([layout.places[key] for key, _ in columns])
+        return partial(self._record_leaves, numbers, is_double)
 
     def _record_leaves(
         self,
