@@ -112,11 +112,7 @@ class LoopStep:
                     _refuse_entries((step._fields[part], *path), node, names)
             for (part, path, key), column in self._leaves:
                 value: Any = part_of(step[part], path) if path else step[part]
-                is_like = type(value) is np.ndarray and value.dtype is column.dtype
-                if is_like and value.shape == column.shape:
-                    column[...] = value
-                else:
-                    fill_(column, value, key)
+                fill_(column, value, key)
         except SchemaError:
             raise
         except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -501,15 +501,11 @@ class ReplayBufferMixture:
     def health(self) -> dict[str, float]:
         """Return the share and :meth:`ReplayBuffer.health` of each member, with keys
         ``"name/entry"``."""
-        shares = {
-            f"{name}/share": share for name, share in self.sampler.by_name.items()
-        }
-        reports = {name: member.health() for name, member in self.members.items()}
-        return shares | {
-            f"{name}/{key}": value
-            for name, report in reports.items()
-            for key, value in report.items()
-        }
+        report = {}
+        for name, member in self.members.items():
+            numbers = {"share": self.sampler.by_name[name]} | member.health()
+            report |= {f"{name}/{key}": value for key, value in numbers.items()}
+        return report
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_rng": pickled_generator(self._rng)}
@@ -807,15 +803,12 @@ INDICES = "index", "anchor_index"
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
     """Return index entries ``[B]`` as ``[B, 2]``, (time step, lane); the lane is 0."""
-    flat = {
-        key: rows.get(key)
-        for key in INDICES
-        if key in rows.keys() and rows.get(key).ndim == 1
-    }
-    return {
-        key: torch.stack((index, torch.zeros_like(index)), -1)
-        for key, index in flat.items()
-    }
+    lane_indices = {}
+    for key in INDICES:
+        index = rows.get(key, None)
+        if index is not None and index.ndim == 1:
+            lane_indices[key] = torch.stack((index, torch.zeros_like(index)), -1)
+    return lane_indices
 
 
 def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:

@@ -26,14 +26,6 @@ from rlbuf_td.writers.rollout import RolloutWriter
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_STATISTICS = (
-    "advantage_mean",
-    "advantage_std",
-    "value_target_mean",
-    "value_target_std",
-    "explained_variance",
-)
-
 
 class RolloutBuffer(ReplayBuffer):
     """Stores a rollout for on-policy learning, computes its advantages once, and yields
@@ -180,34 +172,30 @@ class RolloutBuffer(ReplayBuffer):
         storage = _part(
             "storage",
             storage,
-            lambda **on: PackedStorage(rows, ndim=ndim, **on),
+            partial_of(PackedStorage, rows, ndim=ndim),
             device=device,
         )
-        by_rollout = True if normalize_advantage == "rollout" else None
-        settings = {
-            "gamma": gamma,
-            "lmbda": lmbda,
-            "estimator": estimator,
-            "value_network": value_network,
-            "group": group,
-            "partial": partial or None,
-            "normalize_advantage_exclude_dims": normalize_advantage_exclude_dims
-            or None,
-        }
         made: RolloutWriter = _part(
-            "writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout
+            "writer",
+            writer,
+            RolloutWriter,
+            gamma=gamma,
+            lmbda=lmbda,
+            estimator=estimator,
+            value_network=value_network,
+            group=group,
+            partial=partial or None,
+            normalize_advantage=True if normalize_advantage == "rollout" else None,
+            normalize_advantage_exclude_dims=normalize_advantage_exclude_dims or None,
         )
-        epoch = {
-            "epochs": epochs,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
-            "sequence_length": sequence_length,
-        }
         sampler = _part(
             "sampler",
             sampler,
             partial_of(_sampler_for, made, num_steps, batch_size),
-            **epoch,
+            epochs=epochs,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            sequence_length=sequence_length,
         )
         super().__init__(
             storage=storage,
@@ -280,32 +268,32 @@ class RolloutBuffer(ReplayBuffer):
         if data.batch_size == expected:
             return
         got = tuple(data.batch_size)
-        ids = (
-            data.get(self._writer.estimator.trajectory_key, None)
-            if len(got) > len(expected)
-            else None
-        )
-        # an inner dim of a step has no trajectories
-        lacks_lanes = ids is not None and ids.ndim > len(expected)
+        is_short = len(got) < len(expected)
+        lacks_lanes = False
+        if len(got) > len(expected):
+            # an inner dim of a step has no trajectories
+            ids = data.get(self._writer.estimator.trajectory_key, None)
+            lacks_lanes = ids is not None and ids.ndim > len(expected)
         is_other = any(
             want not in (None, have) for want, have in zip(expected, got, strict=False)
         )
-        if len(got) < len(expected) or is_other or lacks_lanes:
-            names = ", ".join("n" if size is None else str(size) for size in expected)
-            rollout = f"{self.num_steps} steps" + (
-                "" if self.num_envs is None else f" and {self.num_envs} lanes"
-            )
-            takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
-            remedy = ""
-            if lacks_lanes:
-                remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})"
-            elif self.num_envs == 1 and len(got) < len(expected):
-                remedy = f": for one environment without such a dim, make a RolloutBuffer({self.num_steps})"
-            elif how == "extend" and len(got) < len(expected):
-                remedy = ": pass a collector's batch as it is, without reshape(-1)"
-            elif got[1::-1] == (self.num_envs, got[0]):
-                remedy = ": pass data.transpose(0, 1)"
-            raise ValueError(takes + remedy)
+        if not (is_short or is_other or lacks_lanes):
+            return
+        remedy = ""
+        if lacks_lanes:
+            remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})"
+        elif self.num_envs == 1 and is_short:
+            remedy = f": for one environment without such a dim, make a RolloutBuffer({self.num_steps})"
+        elif how == "extend" and is_short:
+            remedy = ": pass a collector's batch as it is, without reshape(-1)"
+        elif got[1::-1] == (self.num_envs, got[0]):
+            remedy = ": pass data.transpose(0, 1)"
+        names = ", ".join("n" if size is None else str(size) for size in expected)
+        lanes = "" if self.num_envs is None else f" and {self.num_envs} lanes"
+        raise ValueError(
+            f"{how} takes batch size [{names}] in a rollout of {self.num_steps} steps"
+            f"{lanes}, got {list(got)}{remedy}"
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -400,17 +388,16 @@ class RolloutBuffer(ReplayBuffer):
             acts = writer.estimator.mask_of(data)
             if acts is not None:
                 value, target, advantage = (x[acts] for x in (value, target, advantage))
-            advantage_std, advantage_mean = torch.std_mean(advantage, correction=0)
-            target_std, target_mean = torch.std_mean(target, correction=0)
-            explained = explained_variance(value, target)
-            numbers = torch.stack(
-                [advantage_mean, advantage_std, target_mean, target_std, explained]
-            ).tolist()
-            statistics = dict(zip(_STATISTICS, numbers, strict=True))
-            self._summary = (
-                revision,
-                statistics | {"value_rows": float(writer.value_rows)},
-            )
+            statistics = {
+                "advantage_mean": advantage.mean(),
+                "advantage_std": advantage.std(correction=0),
+                "value_target_mean": target.mean(),
+                "value_target_std": target.std(correction=0),
+                "explained_variance": explained_variance(value, target),
+                "value_rows": writer.value_rows,
+            }
+            numbers = {name: float(number) for name, number in statistics.items()}
+            self._summary = revision, numbers
         return dict(self._summary[1])
 
 

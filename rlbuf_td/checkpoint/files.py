@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.storages.checks import State, is_count
+from rlbuf_td.storages.checks import MALFORMED, State, is_count
 
 FORMAT = "rlbuf_td checkpoint"
 DATA, MANIFEST = "data", "manifest.json"
@@ -64,16 +64,6 @@ _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 # time of change of the file, and its name.
 _verified: set[tuple[int, int, int, int, str]] = set()
 _MOST_VERIFIED = 1 << 17  # then all are forgotten, and are verified again
-#: Errors of decoding or loading a malformed state. A manifest with a valid checksum may
-# contain anything.
-_MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    OverflowError,
-)
 
 
 class CheckpointError(ValueError):
@@ -395,9 +385,8 @@ class SavedTensor:
         try:
             dtype = getattr(torch, entry["dtype"], None)
             shape = entry["shape"]
-            self._chunks: list[tuple[str, int]] = [
-                (name, _chunk_size(name)) for name in entry["chunks"]
-            ]
+            self._chunks = [*entry["chunks"]]  # the names of the files
+            self._sizes = [*map(_chunk_size, self._chunks)]
         except (LookupError, TypeError) as error:
             raise CheckpointError(
                 f"the manifest's description of a tensor cannot be read: {error}"
@@ -412,8 +401,7 @@ class SavedTensor:
             )
         self.dtype = dtype
         self.shape = torch.Size(shape)
-        self.nbytes = math.prod(shape) * dtype.itemsize
-        if self.nbytes != sum(nbytes for _, nbytes in self._chunks):
+        if math.prod(shape) * dtype.itemsize != sum(self._sizes):
             raise CheckpointError(
                 f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}"
             )
@@ -423,16 +411,16 @@ class SavedTensor:
         self._read([None] * len(self._chunks))
 
     def read(self) -> torch.Tensor:
-        for name, nbytes in self._chunks:  # before memory of these lengths is allocated
-            self._require(name, nbytes)
+        for name in self._chunks:  # before memory of their lengths is allocated
+            self._require(name)
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(tensor)
         return tensor
 
     def read_into(self, target: torch.Tensor) -> None:
         _wait_for_devices([target])
-        sizes = [nbytes for _, nbytes in self._chunks]
-        self._read(_flat_bytes(target).split(sizes) if sizes else [])
+        parts = _flat_bytes(target).split(self._sizes) if self._sizes else []
+        self._read(parts)
 
     def _read(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Read the chunks into ``targets``; where a target is None, only check the
@@ -442,18 +430,15 @@ class SavedTensor:
             for _ in pool.map(self._read_chunk, self._chunks, targets):
                 pass
 
-    def _read_chunk(self, chunk: tuple[str, int], target: torch.Tensor | None) -> None:
-        """Read the file ``(name, nbytes)`` to ``target`` and compare its checksum;
-        None: only compare."""
+    def _read_chunk(self, name: str, target: torch.Tensor | None) -> None:
+        """Read a file to ``target`` and compare its checksum; None: only compare."""
+        file = self._require(name)
+        nbytes = _chunk_size(name)
         # NumPy uses huge pages, which makes a comparison three times as fast as in
         # torch's memory.
-        name, nbytes = chunk
-        file = self._require(name, nbytes)
-        data = (
-            np.empty(nbytes, np.uint8)
-            if target is None or not target.is_cpu
-            else target.numpy()
-        )
+        data = np.empty(nbytes, np.uint8)
+        if target is not None and target.is_cpu:
+            data = target.numpy()
         with open(file, "rb") as opened:
             if opened.readinto(data) != nbytes:  # pyrefly: ignore [bad-argument-type]
                 raise CheckpointError(f"{file} became shorter while it was read")
@@ -466,18 +451,17 @@ class SavedTensor:
         if target is not None and not target.is_cpu:
             target.copy_(torch.from_numpy(data))
 
-    def _require(self, name: str, nbytes: int) -> Path:
+    def _require(self, name: str) -> Path:
         """Return the file of a chunk; raise a CheckpointError if the file is missing or
         has the wrong size."""
         file = self._folder / name
+        nbytes = _chunk_size(name)
         try:
             status = file.lstat()
         except OSError as error:
-            fault = (
-                "is missing"
-                if isinstance(error, FileNotFoundError)
-                else f"cannot be read: {error}"
-            )
+            fault = f"cannot be read: {error}"
+            if isinstance(error, FileNotFoundError):
+                fault = "is missing"
             raise CheckpointError(f"{file} {fault}") from error
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{file} is not a plain file")
@@ -510,13 +494,12 @@ def reading(path: str | Path, kind: str) -> Iterator[Dump]:
             yield dump
         except CheckpointError:
             raise
-        except _MALFORMED as error:
-            words = (
-                str(error)
-                if isinstance(error, ValueError)
-                else f"{type(error).__name__}: {error}"
-            )
-            raise CheckpointError(f"cannot load {folder}: {words}") from error
+        except ValueError as error:
+            raise CheckpointError(f"cannot load {folder}: {error}") from error
+        except MALFORMED as error:
+            raise CheckpointError(
+                f"cannot load {folder}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def load_state(path: str | Path, kind: str) -> State:

@@ -281,22 +281,23 @@ class EpisodeStats:
         if not (has_ids or may_be_missing(self._trajectory_key, TRAJ_KEY)):
             return None
         columns = self._columns if has_ids else self._columns[1:]
-        numbers = [layout.places.get(key, -1) for key, _ in columns]
-        if -1 in numbers:
-            return None
-        leaves = [layout.leaves[number] for number in numbers]
-        for leaf, (_, kind) in zip(leaves, columns, strict=True):
-            if leaf.shape.numel() != 1 or leaf.dtype not in _READ_AS[kind]:
+        is_double = []
+        for key, kind in columns:
+            leaf = layout.leaf(key)
+            if (
+                leaf is None
+                or leaf.shape.numel() != 1
+                or leaf.dtype not in _READ_AS[kind]
+            ):
                 return None
-        without_ids = len(self._columns) - len(columns)
-        metrics = leaves[2 - without_ids :][: len(self._is_double)]
-        is_double = [leaf.dtype is torch.float64 for leaf in metrics]
-        return partial(self._record_leaves, np.array(numbers), without_ids, is_double)
+            if kind is torch.float64:
+                is_double.append(leaf.dtype is torch.float64)
+        numbers = np.array([layout.places[key] for key, _ in columns])
+        return partial(self._record_leaves, numbers, is_double)
 
     def _record_leaves(
         self,
         numbers: np.ndarray,
-        without_ids: int,
         is_double: list[bool],
         addresses: np.ndarray,
         shape: tuple[int, int],
@@ -304,8 +305,8 @@ class EpisodeStats:
     ) -> None:
         """Count steps whose columns are the leaves ``numbers``; ``addresses`` holds
         the addresses of all leaves."""
-        self._inputs[0] = 0
-        self._inputs[without_ids:] = addresses[numbers]
+        self._inputs[0] = 0  # the trajectory ids, if they are missing
+        self._inputs[-len(numbers) :] = addresses[numbers]
         self._is_double[:] = is_double
         self._count(shape, strides, _NO_LANES)
 

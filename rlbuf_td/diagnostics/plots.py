@@ -373,14 +373,15 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     sampler = rb.sampler
     report = health(storage, sampler, rb.writer, last)
     draws: list[Callable[[Axes], None]] = []
-    age = None if last is None else ages(storage, rb.writer, last)
-    if age is not None:
-        steps = len(storage) // lanes_of(storage).numel()
-        draws.append(partial(_draw_ages, age=_numbers_of(age), steps=steps))
-    weight = None if last is None else last.weight
-    if weight is not None:
-        share = report["effective_share"]
-        draws.append(partial(_draw_weights, weight=_numbers_of(weight), share=share))
+    if last is not None:
+        age = ages(storage, rb.writer, last)
+        if age is not None:
+            steps = len(storage) // lanes_of(storage).numel()
+            draws.append(partial(_draw_ages, age=_numbers_of(age), steps=steps))
+        if last.weight is not None:
+            weight = _numbers_of(last.weight)
+            share = report["effective_share"]
+            draws.append(partial(_draw_weights, weight=weight, share=share))
     magnitude = priorities(storage, sampler)
     if magnitude is not None and len(magnitude):
         draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
@@ -433,13 +434,13 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     axes.plot(share, mass)
     axes.plot(share, share, **_GUIDE)
     axes.plot([0.01], [top], "o", color=_ACCENT, markersize=3.5)
-    arrow = {"arrowstyle": "-", "linewidth": 0.6, "color": _ACCENT}
-    placement: dict[str, Any] = {
-        "xytext": (0.05, 0.86),
-        "textcoords": "axes fraction",
-        "arrowprops": arrow,
-    }
-    axes.annotate(f"top 1%: {_percent(top)}", (0.01, top), **placement)
+    axes.annotate(
+        f"top 1%: {_percent(top)}",
+        (0.01, top),
+        xytext=(0.05, 0.86),
+        textcoords="axes fraction",
+        arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": _ACCENT},
+    )
     axes.set_xscale("log")
     _in_percent(axes.xaxis)
     _in_percent(axes.yaxis)

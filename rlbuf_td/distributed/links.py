@@ -300,10 +300,9 @@ class Links:
             return self.engine.get(write.call)
         except RayActorError:
             raise
-        except RayTaskError as error:
-            return [Refusal(write.rows, write.epoch, error.cause)]
         except Exception as error:  # noqa: BLE001  the caller raises it
-            return [Refusal(write.rows, write.epoch, error)]
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            return [Refusal(write.rows, write.epoch, cause)]
 
 
 def refuse_late(deadline: float, what: str) -> None:

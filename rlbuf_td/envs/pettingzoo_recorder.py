@@ -120,6 +120,11 @@ class PettingZooRecorder(Recorder):
             )
         self.env, self.envs = env, envs
         self.groups = groups_of(envs, group_map)
+        #: What is True of agents that do not act; all else of them is stored as zeros.
+        self._true_of_absent: set[Key] = set()
+        for group in self.groups:
+            masks = (group.name, ACTION_MASK), ("next", group.name, ACTION_MASK)
+            self._true_of_absent |= {*group.flag_keys, *masks}
         self._fit(
             agents_schema(self.groups, (len(envs),)),
             single=not isinstance(env, list | tuple),
@@ -210,10 +215,9 @@ class PettingZooRecorder(Recorder):
         """
         actions = [action] if self._single else [*action]
         self._refuse_step(actions)
-        for key, column in self._rows.items():
-            if key != TRAJ_KEY:
-                column[...] = 0
         self._begin_step(extras)
+        for key in self._rows.keys() - self._extra_keys - {TRAJ_KEY}:
+            self._rows[key][...] = key in self._true_of_absent
         acting = [[*env.agents] for env in self.envs]
         for e, agents in enumerate(acting):
             self._fill_before(e, agents, actions[e])
@@ -272,8 +276,6 @@ class PettingZooRecorder(Recorder):
                     columns[group.name, "mask"][cell] = True
                     fill_parts_(columns, group.action_paths, actions[agent], cell)
                     fill_parts_(columns, group.observation_paths, observed[agent], cell)
-                elif (group.name, ACTION_MASK) in columns:
-                    columns[group.name, ACTION_MASK][cell] = True
 
     def _fill_after(self, e: int, acting: list[str], result: Any) -> None:
         """Fill the result of a step of environment ``e``."""
@@ -284,10 +286,6 @@ class PettingZooRecorder(Recorder):
                 self._fill_next(group, e, number, is_acting, result[0])
                 if is_acting:
                     self._fill_outcome(group, e, number, result)
-                else:
-                    self._fill_flags(
-                        group.flag_keys, (e, number), terminated=True, truncated=True
-                    )
         is_done = not self.envs[e].agents
         are_terminated = is_done and all(terminated[agent] for agent in acting)
         is_cut = is_done and not are_terminated
@@ -304,8 +302,6 @@ class PettingZooRecorder(Recorder):
         columns["next", group.name, "mask"][cell] = lives
         if agent in observed and (lives or is_acting):
             fill_parts_(columns, group.next_paths, observed[agent], cell)
-        elif (group.name, ACTION_MASK) in columns:
-            columns["next", group.name, ACTION_MASK][cell] = True
 
     def _fill_outcome(
         self, group: AgentGroup, e: int, number: int, result: Any

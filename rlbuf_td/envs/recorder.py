@@ -36,6 +36,7 @@ from rlbuf_td.storages.torchrl_parts import stored_rows
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
+    from rlbuf_td.storages.layout import RowLayout
 
 _REMEDY = "make the buffer with from_env(env, ...)"
 _NEXT, _HAS_READ, _LOADS = range(3)
@@ -209,10 +210,9 @@ class Recorder:
             raise SchemaError(
                 f"the buffer has lanes {tuple(storage.lanes)}, the environment {lanes}: {_REMEDY}"
             )
-        leaves = [] if storage.layout is None else storage.layout.leaves
-        stored = {leaf.key: leaf for leaf in leaves}
+        layout = cast("RowLayout", storage.layout)
         for key, value in list(walk(schema)):
-            leaf = stored.get(key)
+            leaf = layout.leaf(key)
             if leaf is None:
                 self._refuse_missing(key, value)
             else:

@@ -75,12 +75,7 @@ class StepColumns:
             SchemaError: its dtype or shape does not fit.
         """
         for column, path, key in self._targets[part]:
-            leaf: Any = part_of(value, path) if path else value
-            is_like = type(leaf) is np.ndarray and leaf.dtype is column.dtype
-            if is_like and leaf.shape == column.shape:
-                column[...] = leaf
-            else:
-                fill_(column, leaf, key)
+            fill_(column, part_of(value, path) if path else value, key)
 
     def fill_outcome(
         self, reward: object, terminated: object, truncated: object
@@ -162,10 +157,13 @@ def fill_(column: np.ndarray, value: object, key: Key) -> None:
     whole number, such as 2**24 + 1; other casts, such as from 0 and 1 to bool, if they
     change no number. Otherwise, a SchemaError is raised.
     """
-    if isinstance(value, _FLAGS) and column.dtype is _BOOL and not column.shape:
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, _FLAGS) and column.dtype is _BOOL and not column.shape:
         column[...] = value
         return
-    array = value if type(value) is np.ndarray else as_array(value, key)
+    else:
+        array = as_array(value, key)
     if array.shape != column.shape:
         raise SchemaError(
             f"{show_key(key)} came with shape {array.shape}, expected {column.shape}"

@@ -61,11 +61,12 @@ def td_lambda_return_estimate(
         >>> td_lambda_return_estimate(0.5, 0.0, one, one, done).flatten().tolist()
         [1.5, 1.0]
     """
-    coefficients = gamma, lmbda, rolling_gamma
     return _estimate(
         "td_lambda_return_estimate",
         time_dim,
-        *coefficients,
+        gamma,
+        lmbda,
+        rolling_gamma,
         next_state_value,
         reward,
         done,
@@ -119,11 +120,12 @@ def td1_return_estimate(
         >>> td1_return_estimate(0.5, one, one, done).flatten().tolist()
         [1.75, 1.5]
     """
-    coefficients = gamma, None, rolling_gamma
     return _estimate(
         "td1_return_estimate",
         time_dim,
-        *coefficients,
+        gamma,
+        None,
+        rolling_gamma,
         next_state_value,
         reward,
         done,
@@ -177,15 +179,16 @@ def reward2go(
     layout, (reward, ends, _) = TimeLayout.of(
         "reward2go", time_dim, {"reward": reward}, reward, done, None
     )
-    if mask is not None:
-        reward = reward.masked_fill(~layout.mask(mask), 0)
+    padding = None if mask is None else ~layout.mask(mask)
+    if padding is not None:
+        reward = reward.masked_fill(padding, 0)
     g = layout.coefficient("gamma", gamma)
     returns = scan.reverse_scan(
         reward.contiguous(), scan.spread(g, reward).masked_fill(ends, 0)
     )
-    return layout.restore(
-        returns if mask is None else returns.masked_fill(~layout.mask(mask), 0)
-    )
+    if padding is not None:
+        returns = returns.masked_fill(padding, 0)
+    return layout.restore(returns)
 
 
 def _estimate(

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 #: What ``state_dict`` returns and a dump holds: numbers, strings and tensors, in dicts
 # and lists.
 State: TypeAlias = dict[str, Any]
+#: The errors, besides ValueErrors, of decoding or loading a malformed state: it may
+# contain anything.
+MALFORMED = LookupError, TypeError, AttributeError, RuntimeError, OverflowError
 
 
 def as_number(value: Any) -> float:
@@ -107,13 +110,7 @@ def state_of(part: object) -> Iterator[None]:
         yield
     except ValueError:
         raise
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
+    except MALFORMED as error:
         raise ValueError(
             f"the state is not that of a {type(part).__name__}: {error!r}"
         ) from error

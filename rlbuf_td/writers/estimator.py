@@ -27,6 +27,7 @@ Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 Coefficient: TypeAlias = "float | Sequence[float] | Tensor"
 """Gamma or lambda: one number, or one for each component of the rewards."""
 
+_FLAGS = "done", "terminated", "truncated"
 _SHORT = 8  # shorter stretches of rows leave little of an advantage
 _LANES_REMEDY = (
     "Give each environment a lane of its own, RolloutBuffer(num_steps, num_envs), or write the steps of each "
@@ -228,16 +229,12 @@ class RolloutEstimator:
         """Return whether each step is done and terminated, by the flags of the group's
         agents and those of the step."""
         keys = self.done_key, self.terminated_key, self.truncated_key
-        for key, name in zip(keys, ("done", "terminated", "truncated"), strict=True):
-            _optional(rows, key, ("next", name))  # refuses a missing key
         flags = self._pair(keys, rows, value, ndim)
         agent_flags = None
         if self.group:
             beside = as_tuple(self.reward_key)[:-1]
-            of_agents = tuple(
-                (*beside, name) for name in ("done", "terminated", "truncated")
-            )
-            agent_flags = self._pair(of_agents, rows, value, ndim)
+            agent_keys = tuple((*beside, name) for name in _FLAGS)
+            agent_flags = self._pair(agent_keys, rows, value, ndim)
         if flags is None and agent_flags is None:
             entry(rows, self.done_key)  # raises the error
         if flags is None or agent_flags is None:
@@ -257,7 +254,8 @@ class RolloutEstimator:
         # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets
         # ``truncated`` on every step.
         done, terminated, truncated = (
-            self._flag(rows, key, value, ndim) for key in keys
+            self._flag(_optional(rows, key, ("next", name)), key, value, ndim)
+            for key, name in zip(keys, _FLAGS, strict=True)
         )
         if done is None:
             if terminated is None or truncated is None:
@@ -268,11 +266,10 @@ class RolloutEstimator:
         return done, terminated
 
     def _flag(
-        self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int
+        self, flags: Tensor | None, key: NestedKey, value: Tensor, ndim: int
     ) -> Tensor | None:
-        """Return the bool flags of ``key`` in the shape of the values; ``None`` if the
-        flags are missing."""
-        flags = rows.get(key, None)
+        """Return the bool ``flags`` of ``key`` in the shape of the values; ``None`` if
+        the flags are missing."""
         if flags is None or flags.shape == value.shape:
             return flags
         lead = value.shape[:ndim]

@@ -292,11 +292,11 @@ class RolloutWriter(TimeWriter, Completes):
         value = leaf_of(data, self.added_keys[-1])
         like = entry(data, self.estimator.reward_key) if value is None else value
         layout = self._storage.layout
-        first_added = None if layout is None else layout.places.get(self.added_keys[0])
-        if layout is None or first_added is None:
+        stored = None if layout is None else layout.leaf(self.added_keys[0])
+        if stored is None:
             dtype = self.estimator.dtype(like, has_values=value is not None)
         else:
-            dtype = layout.leaves[first_added].dtype
+            dtype = stored.dtype
         blank = self._blanks[0]
         if (
             blank.shape != like.shape
