@@ -414,15 +414,16 @@ class RandomWalk:
         value, following = (
             self.value(rows["observation"]).double() for rows in (data, after)
         )
-        advantage = torch.zeros_like(value)
-        for lane in range(len(value)):
-            later = 0.0
-            for t in reversed(range(value.shape[1])):
-                bootstrap = 0.0 if after["terminated"][lane, t] else following[lane, t]
-                delta = after["reward"][lane, t] + gamma * bootstrap - value[lane, t]
-                goes_on = not after["done"][lane, t]
-                later = delta + gamma * lmbda * later * goes_on
-                advantage[lane, t] = later
+        steps = value, following, after["reward"], after["terminated"], ~after["done"]
+        lanes = [
+            model.gae(
+                *(entry[lane, :, 0].tolist() for entry in steps),
+                gamma=gamma,
+                lmbda=lmbda,
+            )
+            for lane in range(self.lanes)
+        ]
+        advantage = torch.tensor(lanes, dtype=torch.float64).unsqueeze(-1)
         return advantage.float(), (advantage + value).float()
 
     def rows_to_ask(self, data: TensorDict) -> int:

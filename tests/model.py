@@ -570,8 +570,8 @@ def estimate(
     model: Model, gamma: float, lmbda: float, agents: Sequence[int | None] = (None,)
 ) -> None:
     """Set the advantages and value targets of all rows, as if the newest step were the
-    last (Schulman et al., 2016, equation 16); ``agents``: the numbers of those of the
-    group :data:`GROUP`, None for the rewards of the step."""
+    last; ``agents``: the numbers of those of the group :data:`GROUP`, None for the
+    rewards of the step."""
     for rows in model.rows_of:
         estimates = [lane_estimates([*rows], gamma, lmbda, agent) for agent in agents]
         for t, row in enumerate(rows):
@@ -604,20 +604,51 @@ def lane_estimates(
     rows: Sequence[Row], gamma: float, lmbda: float, agent: int | None
 ) -> list[tuple[float, float]]:
     """Return the advantage and the value target of each row of a lane."""
-    estimates = list[tuple[float, float]]()
-    later, after, step_after = 0.0, None, dict[str, float]()
-    for row in reversed(rows):
-        step = numbers_of(row, agent)
-        ends = row.done or step["done"] or after is None or after.name != row.name
-        goes_on = not ends and step_after["acts"]
-        following = step_after["value"] if goes_on else step["next_value"]
-        target = step["reward"] + gamma * following * (not step["terminated"])
-        later = target - step["value"] + gamma * lmbda * later * goes_on
-        if not step["acts"]:
-            later = 0.0
-        estimates.append((later, (later + step["value"]) * step["acts"]))
-        after, step_after = row, step
-    return estimates[::-1]
+    steps = [numbers_of(row, agent) for row in rows]
+    goes_on = [
+        not (row.done or step["done"]) and row.name == after.name and next_step["acts"]
+        for row, after, step, next_step in zip(
+            rows, rows[1:], steps, steps[1:], strict=False
+        )
+    ]
+    goes_on.append(False)
+    next_value = [
+        steps[t + 1]["value"] if goes_on[t] else step["next_value"]
+        for t, step in enumerate(steps)
+    ]
+    advantage = gae(
+        [step["value"] for step in steps],
+        next_value,
+        [step["reward"] for step in steps],
+        [step["terminated"] for step in steps],
+        goes_on,
+        gamma=gamma,
+        lmbda=lmbda,
+    )
+    return [
+        (a * step["acts"], (a + step["value"]) * step["acts"])
+        for a, step in zip(advantage, steps, strict=True)
+    ]
+
+
+def gae(
+    value: Sequence[float],
+    next_value: Sequence[float],
+    reward: Sequence[float],
+    terminated: Sequence[float],
+    goes_on: Sequence[float],
+    *,
+    gamma: float,
+    lmbda: float,
+) -> list[float]:
+    """Return the advantages of the steps of a lane (Schulman et al., 2016, equation
+    16)."""
+    advantage, later = [0.0] * len(value), 0.0
+    for t in reversed(range(len(value))):
+        target = reward[t] + gamma * next_value[t] * (not terminated[t])
+        later = target - value[t] + gamma * lmbda * later * goes_on[t]
+        advantage[t] = later
+    return advantage
 
 
 # -- a buffer beside its model

@@ -330,7 +330,7 @@ BREAKS = [
         "buffers/mixture.py",
         "index=torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)",
         "index=index.clone()",
-        "tests/buffers/test_mixture.py",
+        "tests/test_lockstep.py -k mixtures_agree",
     ),
     Break(
         "write_back changes rows that were replaced",
@@ -958,7 +958,7 @@ BREAKS = [
         "writers/estimator.py",
         "return flags[0] | agent_flags[0], agent_flags[1]",
         "return flags[0] | agent_flags[0], flags[1] | agent_flags[1]",
-        "tests/buffers/test_rollout.py -k is_bootstrapped",
+        "tests/test_lockstep.py -k 'agents and agree'",
     ),
     Break(
         "without terminated flags, a truncated step terminates",

@@ -1,5 +1,8 @@
-"""Mixtures: how many rows of each member a batch has, their weights, and the way back
-of priorities and writes."""
+"""Mixtures: how many rows of each member a batch has, their weights, and what members
+may be.
+
+``tests/test_lockstep.py`` draws, updates, writes back, saves and loads.
+"""
 
 from __future__ import annotations
 
@@ -244,49 +247,6 @@ def test_a_row_has_the_same_weight_whichever_members_are_in_its_batch(kind, exac
     assert mixed.sample()["priority_weight"].max() <= 1.0
 
 
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("one", ["proportional", "uniform"])
-def test_priorities_go_home(one, lanes):
-    mixed = mixture(one, "rank", lanes)
-    prioritized = {
-        name: rb
-        for name, rb in mixed.members.items()
-        if hasattr(rb.sampler, "priority")
-    }
-    stale = dict.fromkeys(prioritized, 0)
-    for written in range(3):  # later batches are compiled
-        batch = mixed.sample()
-        mixed.extend(
-            rows(5_000 + 100 * written, written, lanes), "online"
-        ) if written else None
-        wanted = {
-            name: rb.sampler.priority(torch.arange(len(rb)))
-            for name, rb in prioritized.items()
-        }
-        batch["td_error"] = torch.arange(64.0) - 100 - written
-        updated = batch[torch.arange(63, -1, -1)] if written == 1 else batch
-        mixed.update_tensordict_priority(updated)
-        for name, rb in prioritized.items():
-            for row in updated[updated["source"] == mixed.names.index(name)]:
-                index = row["index"].tolist()
-                flat = (
-                    index
-                    if not lanes
-                    else index[0] * lanes + index[1]
-                    if name == "online"
-                    else index[0]
-                )
-                stored = rb.storage[:]["number"].reshape(-1)[flat]
-                stale[name] += int(stored != row["number"])
-                if stored == row["number"]:
-                    wanted[name][flat] = abs(float(row["td_error"]))
-            assert torch.equal(
-                rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name]
-            )
-            assert rb.health()["stale_updates"] == stale[name]
-    assert all("not sample" not in rb.compiled for rb in mixed.members.values())
-
-
 @pytest.mark.parametrize("refuses", ["demos", "online"])
 def test_an_update_that_one_member_refuses_changes_none(refuses):
     mixed = mixture("proportional", "proportional")
@@ -512,25 +472,6 @@ def test_health_is_of_the_last_batch():
     mixed.sample()
     mixed.extend(TensorDict({"number": torch.arange(900)}, [900]))
     assert mixed.health()["one/age_max"] < 100  # the age at the draw
-
-
-def test_entries_are_written_back_to_their_members():
-    one, other = (
-        member("proportional", 0, 10),
-        member("proportional", 1_000, 4, lanes=2),
-    )
-    mixed = ReplayBufferMixture({"one": one, "other": other}, HALF, batch_size=32)
-    batch = mixed.sample()
-    batch["observation"] = batch["number"][:, None].expand(-1, 3).float()
-    assert mixed.write_back(batch, ["observation"]) > 4
-    for rb in (one, other):
-        stored = rb.storage[:].flatten()
-        written = torch.isin(stored["number"], batch["number"])
-        assert (
-            stored["observation"][written] == stored["number"][written][:, None]
-        ).all()
-        assert written.any()
-        assert (stored["observation"][~written] < 1).all()
 
 
 def windows(length: int, lanes: int) -> ReplayBuffer:

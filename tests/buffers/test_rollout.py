@@ -624,17 +624,6 @@ def test_advantages_of_agents_end_where_the_agent_dies(lanes, stored):
     )
 
 
-def test_an_agent_that_is_truncated_where_its_game_terminates_is_bootstrapped():
-    ended = torch.ones(1, 2, 1, dtype=torch.bool)
-    after = {"state_value": torch.full((1, 2, 1), 2.0), "reward": torch.ones(1, 2, 1)}
-    after |= {"done": ended, "terminated": torch.tensor([[[True], [False]]])}
-    rows = TensorDict({GROUP: {"state_value": torch.zeros(1, 2, 1)}}, [1])
-    rows["next"] = {GROUP: after, "done": ended[:, 0], "terminated": ended[:, 0]}
-    rollout = RolloutBuffer(1, gamma=0.5, lmbda=0.9, group=GROUP)
-    rollout.extend(rows)
-    assert rollout.storage[GROUP, "value_target"].flatten().tolist() == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("beside", [(), (GROUP,)], ids=["of the step", "of agents"])
 def test_an_estimator_of_ones_own_gets_the_flags_of_agents(beside):
     def estimator(data: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -345,19 +345,15 @@ def test_rays_store_keeps_the_first_layout_that_is_offered():
     assert layout.find() is None
 
 
-COLLECTORS: dict[str, Any] = {"MultiSyncCollector": multi, "RayCollector": on_ray}
+COLLECTORS: dict[str, Any] = {
+    "Collector": single,
+    "MultiSyncCollector": multi,
+    "RayCollector": on_ray,
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        single,
-        *(
-            pytest.param(make, marks=pytest.mark.slow, id=name)
-            for name, make in COLLECTORS.items()
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", COLLECTORS.values(), ids=COLLECTORS)
 def test_collectors_of_torchrl_write_into_shards(make):
     with ShardedReplayBuffer(1 if make is single else 2, make_buffer) as rb:
         collector = make(rb)

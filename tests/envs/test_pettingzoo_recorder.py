@@ -556,7 +556,14 @@ def assert_rows(
             assert torch.equal(rows[key], wanted[key]), key
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize(
+    "name",
+    # whose agents die as those of the council do, and which takes longest
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "zombies"))
+        for name in GAMES
+    ],
+)
 def test_lanes_hold_the_transitions_from_each_turn_of_an_agent_to_its_next(name):
     env, stats = Watched(GAMES[name]()), EpisodeStats()
     rb = ReplayBuffer.from_env(env, 6_000, stats=stats, batch_size=8)

@@ -67,6 +67,7 @@ def test_the_self_check_passes():
     assert self_check.fault_on(CPU) == ""
 
 
+#: Those after the first two in the slow part: each checks all kernels.
 FAULTS: dict[str, tuple[str, str, int]] = {
     "update priorities": ("sum_tree", "enter_", 0),
     "draw by priority": ("draws", "stamps_of", 0),
@@ -76,7 +77,13 @@ FAULTS: dict[str, tuple[str, str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *[*FAULTS][:2],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*FAULTS][2:]),
+    ],
+)
 def test_a_kernel_that_differs_is_named_once_and_torch_runs(name, monkeypatch):
     """Of what a kernel returns, or of its first tensor, one element is changed."""
     room, function, part = FAULTS[name]
@@ -641,6 +648,7 @@ def test_a_buffer_says_which_calls_have_kernels():
         assert rb.compiled == words
 
 
+@pytest.mark.slow
 def test_calls_start_few_operations():
     samplers = {**benchmark.SAMPLERS}
     samplers.pop("by rank")

@@ -15,14 +15,12 @@ from tensordict import TensorDict
 
 from rlbuf_td import (
     EpisodeSampler,
-    HindsightSampler,
-    NStepSampler,
     PackedStorage,
     ReplayBuffer,
     SequenceSampler,
     UniformSampler,
 )
-from tests.model import Episodes, Recipe, World, reward_fn
+from tests.model import Episodes, Recipe, World
 from tests.statistics import assert_follows, power
 
 GAMMA = 0.9
@@ -179,19 +177,6 @@ def test_a_waiting_call_returns_when_an_episode_ends():
     rb.add(TensorDict({"x": torch.tensor(2), "next": {"done": torch.tensor(True)}}))
     assert rb.can_sample()
     assert rb.sample(wait=True, timeout=1)["x"].tolist() == [[0, 1, 2]] * 200
-
-
-def test_hindsight_gives_an_episode_one_goal_and_n_step_joins_its_transitions():
-    inner = NStepSampler(
-        HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0), 3, 0.9
-    )
-    world = filled(EpisodeSampler(inner))
-    batch = world.rb.sample(30)
-    assert (batch["desired_goal"] == batch["desired_goal"][:, :1]).all()
-    assert batch["relabeled"].all()
-    steps = (batch["episode_length"] - batch["episode_step"]).clamp(max=3)
-    assert (batch["steps_to_next_obs"][..., 0] <= steps).all()
-    assert (batch["steps_to_next_obs"][batch["mask"]] == 3).any()
 
 
 def test_interleaved_trajectories_are_reported():

@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import (
-    EpisodeSampler,
     HindsightSampler,
     PackedStorage,
     ProportionalSampler,
@@ -74,25 +73,6 @@ def test_a_second_buffer_gives_priorities_to_written_rows_only(sampler: Any) -> 
         other.sampler.priority(torch.arange(36)) >= 0
     ).nonzero().flatten().tolist() == written
     assert len(other.sample(16)) == 16
-
-
-@pytest.mark.parametrize("by", ["episode", "row"])
-def test_whole_episodes_of_lanes_of_unlike_lengths_are_drawn(by: Any) -> None:
-    for seed in range(4):
-        world = unlike(EpisodeSampler(by=by), seed, often=0.3)
-        world.append([1] * 4 + [2] * 9)
-        wanted = {
-            world.model.cell(whole[0]): len(whole) for whole in world.model.whole()
-        }
-        batch = world.rb.sample(300)
-        first = map(tuple, batch["index"][:, 0].tolist())
-        found = dict(zip(first, batch["mask"].sum(1).tolist(), strict=True))
-        # A lane that got more rows at once than it holds may not know whether its
-        # oldest row begins an episode.
-        oldest = {world.model.cell(rows[0]) for rows in world.model.rows_of}
-        assert {cell: found[cell] for cell in found.keys() - oldest} == {
-            cell: wanted[cell] for cell in wanted.keys() - oldest
-        }
 
 
 def test_health_and_doctor_see_only_written_rows() -> None:

@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from rlbuf_td import (
 from rlbuf_td.diagnostics.plots import plot_advantages
 from rlbuf_td.functional import vtrace_advantage_estimate
 from tests.catalogue import RandomWalk, make_world
+from tests.model import gae
 from tests.test_lockstep import forked, stopped
 
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
@@ -540,17 +541,13 @@ def test_each_component_has_its_own_gamma_and_lambda(as_given):
     rb.extend(data.clone())
     rows = stored(rb)
     after = data["next"]
-    expected = torch.zeros_like(data["state_value"])
-    for c, (gamma, lmbda) in enumerate(zip(gammas, lambdas, strict=True)):
-        for e in range(2):
-            trace = 0.0
-            for t in reversed(range(9)):
-                going = not after["done"][e, t]
-                following = gamma * after["state_value"][e, t, c] * going
-                delta = after["reward"][e, t, c] + following
-                delta = delta - data["state_value"][e, t, c]
-                trace = delta + gamma * lmbda * going * trace
-                expected[e, t, c] = trace
+    steps = [data["state_value"], after["state_value"], after["reward"]]
+    steps += [flag.expand_as(steps[0]) for flag in (after["done"], ~after["done"])]
+    expected = torch.zeros_like(steps[0])
+    for e, c in product(range(2), range(3)):
+        lane = [entry[e, :, c].tolist() for entry in steps]
+        advantage = gae(*lane, gamma=gammas[c], lmbda=lambdas[c])
+        expected[e, :, c] = torch.tensor(advantage, dtype=torch.float64)
     torch.testing.assert_close(rows["advantage"], expected)
     torch.testing.assert_close(rows["value_target"], expected + data["state_value"])
 
