@@ -247,7 +247,7 @@ class FlowControl:
             "samples_per_insert": self.samples_per_insert,
             "min_size": self.min_size,
         }
-        return settings | {"counts": [self.inserted, *self._numbers.values[1:_SAVED]]}
+        return settings | {"counts": [self.inserted, *[*self._numbers][1:_SAVED]]}
 
     def refuse_state(self, state: object) -> None:
         """Raise a ValueError if ``state`` is neither None nor a result of

@@ -145,7 +145,7 @@ class ReservoirWriter(PackedWriter, Recovers):
         if self._write_count < rows or (
             self._write_count > rows and not torchrl_parts.is_full(storage)
         ):
-            self.numbers.values[:] = rows, 0, 0
+            self.numbers.set((rows, 0, 0))
 
     def choose(self, count: int, steps: int, lanes: int = 1) -> Choice:
         """Choose which of the next ``count`` time steps of ``lanes`` rows to store in a
@@ -240,14 +240,14 @@ class ReservoirWriter(PackedWriter, Recovers):
             )
             with storage.lock, defer_sigint:
                 storage.set(slots, kept, set_cursor=False)
-                self.numbers.values[:] = choice.state
+                self.numbers.set(choice.state)
                 replaced = self._replicate_index(slots)
                 for listener in torchrl_parts.listeners_of(storage):
                     listener.mark_update(replaced)
             for position, slot in choice.kept:
                 index[position] = slot
         else:
-            self.numbers.values[:] = choice.state
+            self.numbers.set(choice.state)
         if storage.ndim > 1:
             index = self._replicate_index(index)
             index = torch.where(index[:, :1] < 0, -1, index)
@@ -255,7 +255,7 @@ class ReservoirWriter(PackedWriter, Recovers):
 
     def _empty(self, empty_write_count: bool = True) -> None:
         # even without ``empty_write_count``, because a new sample starts
-        self.numbers.values[:] = 0, 0, 0
+        self.numbers.set((0, 0, 0))
 
     def state_dict(self) -> State:
         """Return the counters. The buffer saves the random generator."""
@@ -276,7 +276,7 @@ class ReservoirWriter(PackedWriter, Recovers):
             raise ValueError(
                 f"the state is not that of a ReservoirWriter: {state_dict}"
             )
-        self.numbers.values[:] = values
+        self.numbers.set(values)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(write_count={self._write_count})"
