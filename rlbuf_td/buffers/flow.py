@@ -251,7 +251,7 @@ class FlowControl:
         return {
             "samples_per_insert": self.samples_per_insert,
             "min_size": self.min_size,
-            "counts": [self.inserted, *self._numbers.values[1:_SAVED]],
+            "counts": [self.inserted, *[*self._numbers][1:_SAVED]],
         }
 
     def refuse_state(self, state: object) -> None:

@@ -71,8 +71,6 @@ class Parts(NamedTuple):
     write: Callable[[Write], Any]
     # which of the sampler's methods "add" and "extend" do something
     notices: frozenset[str]
-    # entries at the root of rows that the writer adds to data without them
-    added_names: frozenset[str]
 
     @classmethod
     def of(
@@ -114,9 +112,6 @@ class Parts(NamedTuple):
             write=write,
             notices=frozenset(
                 how for how in ("add", "extend") if has_own(sampler, how, *nothing)
-            ),
-            added_names=frozenset(
-                key[0] for key in getattr(writer, "added_keys", ()) if len(key) == 1
             ),
         )
 

@@ -51,6 +51,7 @@ class Plan(ABC):
 
     # whether `sample` returns its batches as they are, while there are no transforms
     is_final = False
+    is_exact = False  # whether no batch has fewer rows than it should have
     transforms: Collection[Any] = ()  # the buffer's own
 
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
@@ -179,6 +180,7 @@ class CompiledPlan(Plan):
             self.count = wrapper.drawn_rows_of(size)
             self.draws = wrapper.draw_rows
             self.draw_into = wrapper.find_draw_into()
+        self.is_exact = self.draw_into is not None
         #: Whether a batch has its report from the start: nothing is added, and no
         # function of the user sees it before.
         self.is_complete = self.draw_into is not None and (

@@ -124,7 +124,6 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import unwrap, wrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.staged_step import StagedStep
-from rlbuf_td.storages.tensordict_fast import plain_entries
 from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.writes import Record, Write, refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
@@ -748,7 +747,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     def _count_returned(self, rows: int) -> None:
         """Count a batch for :meth:`stats`; the caller holds the lock."""
         counts = self.returned.values
-        counts[:] = counts[0] + 1, counts[1] + rows  # both, or none
+        # both or none: Python handles Ctrl-C at calls and jumps only
+        counts[0], counts[1] = counts[0] + 1, counts[1] + rows
 
     def _checked_size(self, batch_size: object) -> int:
         """Return the size of a batch as an int; raise an error if it is none, or the
@@ -943,7 +943,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             self._last_draw = report, written
             is_final = is_plain and plan.is_final and not plan.transforms
             if is_final:
-                self._count_returned(batch.batch_size[0])
+                self._count_returned(size if plan.is_exact else batch.batch_size[0])
         return batch, report, is_final
 
     def _complete_rows(self) -> None:
@@ -1060,7 +1060,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if columns:
             writing.refuse_columns(data, *columns)
         try:
-            return self._write(Write(data, is_single=True), update_priority=True)
+            return self._write(Write(data, True), update_priority=True)
         except SchemaError as error:
             if getattr(data, "ndim", None) != self._storage.ndim:
                 raise
@@ -1202,7 +1202,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             UserWarning: (on the first write) a row holds several steps, because the
                 data has more batch dims than ``ndim``.
         """
-        write = Write(tensordicts, lanes=lanes)
+        write = Write(tensordicts, False, lanes)
         return self._write(write, update_priority is not False)
 
     def _write(self, write: Write, update_priority: bool) -> Any:
@@ -1213,7 +1213,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if self.lane_key is not None:
             if write.lanes is None:
                 data, lanes = writing.with_lanes(self.lane_key, data)
-                write = Write(data, lanes=lanes)
+                write = Write(data, False, lanes)
             else:
                 writing.refuse_other_lanes(self.lane_key, data, write.lanes)
         if self.flow is None and self.episode_stats is None:
@@ -1241,7 +1241,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if row_class is not None:
             storage.take_class(row_class)
         try:
-            return self._write(write._replace(data=rows), update_priority)
+            write.data = rows
+            return self._write(write, update_priority)
         except Exception:
             if not len(storage):
                 storage.row_class = before
@@ -1283,7 +1284,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         )
         # data of the rows' dtypes and shapes needs no conversion
         if record is not None:
-            return self._write_now(write._replace(record=record), update_priority)
+            write.record = record
+            return self._write_now(write, update_priority)
         if data.ndim > dims:
             time_dim = -1
         elif write.is_single:
@@ -1330,66 +1332,78 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     def _write_now(self, write: Write, update_priority: bool) -> Any:
         """Check and transform the data, let the writer write it, and tell the
         sampler."""
-        if self.parts is None or self._service_shutdown:
+        parts = self.parts
+        if parts is None or self._service_shutdown:
             self._refuse_shut_down()
-            self._initialize()
-        parts, storage, data = self.parts, self._storage, write.data
-        transforms = torchrl_parts.modules_of(parts.transforms)
-        # whether the data seems to have the entries of the rows, which the write checks
-        fits_rows = False
-        has_no_errors = False
-        if type(data) is TensorDict and storage.rows is not None and not transforms:
-            # otherwise, entries may have to be removed, added or refused
-            layout, keys = storage.rows.layout, plain_entries(data).keys()
-            names = layout.names.keys()
-            fits_rows = keys == names or (keys <= names <= keys | parts.added_names)
-            has_no_errors = fits_rows and self.priority_key not in layout.all_keys
-        if not fits_rows:
-            data = writing.without_report(data)
+            parts = self._initialize()
+        rows = self._storage.rows
+        if (
+            rows is not None
+            and type(write.data) is TensorDict
+            and not torchrl_parts.modules_of(parts.transforms)
+        ):
+            write.leaves = rows.layout.find(write.data)
+            write.layout = None if write.leaves is None else rows.layout
+        layout = write.layout
+        if layout is None:  # entries may have to be removed, added or refused
+            write.data = writing.without_report(write.data)
         if write.lanes is not None:
             self.refuse_lanes("lanes=")
         elif parts.writes_generally:
             return (
-                super().add(data)
+                super().add(write.data)
                 if write.is_single
-                else super().extend(data, update_priority=update_priority)
+                else super().extend(write.data, update_priority=update_priority)
             )
-        if not fits_rows:
-            data = self._prepared(data, write.lead_dims(storage.ndim))
+        if layout is None:
+            data = self._prepared(write.data, write.lead_dims(self._storage.ndim))
             if data is None:  # a transform may hold back data
-                return torch.zeros((0, storage.ndim), dtype=torch.long, device="cpu")
-        how = "add" if write.is_single else "extend"
-        in_steps = write.is_single or write.lanes is not None
-        time_dim = 0 if in_steps else self._dim_extend
-        with storage.lock:
+                shape = (0, self._storage.ndim)
+                return torch.zeros(shape, dtype=torch.long, device="cpu")
+            write.data = data
+        with self._storage.lock:
             # under the lock: another thread may have replaced a part
             parts = self.parts
-            storage = parts.storage
+            if self._dim_extend and not write.is_single and write.lanes is None:
+                self._put_time(write)
             td_error = None
-            is_direct = parts.writes_directly and self._dim_extend < storage.ndim
-            if time_dim and (not is_direct or data.ndim <= time_dim):
-                if data.ndim <= time_dim:
-                    refuse_shape(data, storage.ndim)
-                data = reshaped(data, lambda data: data.transpose(time_dim, 0))
-                time_dim = 0
-            if data is not write.data or time_dim:
-                write = write._replace(data=data, lanes_first=time_dim == 1)
-            prioritized = parts.prioritized
-            if update_priority and not has_no_errors and prioritized is not None:
-                td_error = self._errors_in(write, time_dim, prioritized.reduction)
-            if is_direct:
+            if (
+                update_priority
+                and parts.prioritized is not None
+                and (layout is None or self.priority_key in layout.all_keys)
+            ):
+                td_error = self._errors_in(write, parts.prioritized.reduction)
+            if parts.writes_directly:
                 index = parts.write(write)
-            elif write.lanes is None:
-                index = getattr(parts.writer, how)(data)
+            elif write.lanes is not None:
+                index = parts.writer.append(write.lanes, write.data)
+            elif write.is_single:
+                index = parts.writer.add(write.data)
             else:
-                index = parts.writer.append(write.lanes, data)
+                index = parts.writer.extend(write.data)
             if index is None:  # TorchRL's maximum-value writer leaves the row out
                 return None
-            if parts.notices and how in parts.notices:
-                getattr(parts.sampler, how)(index)
-            if td_error is not None and prioritized is not None:
-                prioritized.update_priority(index, td_error, storage=storage)
+            if parts.notices:
+                how = "add" if write.is_single else "extend"
+                if how in parts.notices:
+                    getattr(parts.sampler, how)(index)
+            if td_error is not None and parts.prioritized is not None:
+                parts.prioritized.update_priority(
+                    index, td_error, storage=parts.storage
+                )
         return index
+
+    def _put_time(self, write: Write) -> None:
+        """Put the time steps of the data, in dim ``dim_extend``, first, or say that
+        they are in the second dim."""
+        data, time_dim, ndim = write.data, self._dim_extend, self._storage.ndim
+        if data.ndim <= time_dim:
+            refuse_shape(data, ndim)
+        if self.parts.writes_directly and time_dim == 1 and ndim == 2:
+            write.lanes_first = True
+            return
+        write.data = reshaped(data, lambda data: data.transpose(time_dim, 0))
+        write.leaves = write.layout = None
 
     def step_writer(self, staged: StagedStep, lane: int | None = None) -> StepWriter:
         """Return what writes a staged step to this buffer; recorders use it."""
@@ -1429,17 +1443,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 writing.warn_of_long_rows(self.parts, data, dims)
         return data
 
-    def _errors_in(
-        self, write: Write, time_dim: int, reduction: str
-    ) -> torch.Tensor | None:
+    def _errors_in(self, write: Write, reduction: str) -> torch.Tensor | None:
         """Return one TD error for each row of the data, in the order of their index;
         None if there are none."""
         data, dims = write.data, write.lead_dims(self.storage.ndim)
         td_error = data.get(self.priority_key, None)
         if td_error is None:
             return None
-        if time_dim:
-            td_error = td_error.transpose(0, time_dim)
+        if write.lanes_first:
+            td_error = td_error.transpose(0, 1)
         td_error = one_a_row(td_error, dims, reduction, data.ndim - dims)
         if backend_of(td_error) == "numba":
             refuse_errors(td_error)

@@ -283,7 +283,7 @@ def _restore_settings(rb: ReplayBuffer, state: State) -> None:
     """Restore what belongs to the buffer itself."""
     rb._batch_size = state["_batch_size"]
     rb._consume_after_n_samples = state.get("_consume_after_n_samples")
-    rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
+    rb.returned.set([state.get(name) or 0 for name in _RETURNED])
     restore_generator(rb, state.get("_rng"))
 
 

@@ -131,7 +131,7 @@ def untraced(
 
             skip = eval_frame._FrameAction.SKIP
             strategy = eval_frame._FrameExecStrategy(skip, skip)
-            eval_frame.set_code_exec_strategy(method.__code__, strategy)  # pyrefly: ignore [missing-attribute]
+            eval_frame.set_code_exec_strategy(method.__code__, strategy)
         # a version of torch without them
         except (ImportError, AttributeError):
             return torch.compiler.disable(method, reason=reason)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from operator import add, ge, is_, mul
+from operator import is_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,7 +31,6 @@ _HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not define
 _AT_ONCE = 4 * _HUGE  # bytes per task of a thread
 _TAKERS = min(4, os.cpu_count() or 1)
-_storage_nbytes = torch.UntypedStorage.nbytes
 
 #: The number of active dispatch modes. A mode such as FakeTensorMode may not execute
 # operations that fill memory.
@@ -47,12 +46,11 @@ class HostTensors:
         entries: the dtype and shape that each tensor must have.
     """
 
-    __slots__ = ("_are_like_before", "_entries", "_item_sizes", "_nbytes")
+    __slots__ = ("_are_like_before", "_entries", "_nbytes")
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = list(entries)
         self._nbytes = [dtype.itemsize * shape.numel() for dtype, shape in entries]
-        self._item_sizes = [dtype.itemsize for dtype, _ in entries]
         #: Whether tensors are like those of an earlier call, which compiled code could
         # read.
         self._are_like_before: Callable[..., bool] = _never
@@ -66,23 +64,23 @@ class HostTensors:
         ``torch.compile``: a graph frees a tensor that it does not need any more,
         although its address is still used.
         """
-        if len(tensors) != len(self._entries):
+        if len(tensors) != len(self._nbytes):
             return None
         try:
             if not self._are_like_before(*tensors):
                 if not all(map(_is_readable, tensors, self._entries)):
                     return None
                 self._are_like_before = _recognizer(tensors)
-            addresses = [*map(Tensor.data_ptr, tensors)]
-            offsets = [*map(Tensor.storage_offset, tensors)]
-            ends = self._nbytes
-            if any(offsets):
-                ends = map(add, ends, map(mul, offsets, self._item_sizes))
-            sizes = map(_storage_nbytes, map(Tensor.untyped_storage, tensors))
-            if not all(map(ge, sizes, ends)):
-                return None
-            if 0 in addresses and not all(map(has_memory, tensors)):
-                return None
+            addresses = []
+            # after a learner's step, in half the time of `map`
+            for number, tensor in enumerate(tensors):
+                nbytes = self._nbytes[number]
+                address = tensor.data_ptr()
+                storage = tensor.untyped_storage()
+                end = address - storage.data_ptr() + nbytes
+                if nbytes and (not address or end > storage.nbytes()):
+                    return None
+                addresses.append(address)
             return addresses
         # a nested tensor raises an error for its shape
         except (RuntimeError, ValueError):

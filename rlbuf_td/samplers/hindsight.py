@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from math import log
 from typing import Literal, TypeAlias
@@ -13,7 +13,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.kernels.dispatch import loop, machine_code
+from rlbuf_td.kernels.host_memory import HostTensors, outside_inference_mode
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.wrappers import (
     STRATEGIES,
@@ -246,9 +247,21 @@ class HindsightSampler(SamplerWrapper):
         set_entries_(batch, {"relabeled": mask})
         return batch
 
-    def recompute_(self, batch: TensorDictBase, mask: Tensor, reward: Tensor) -> None:
-        """Recompute the rewards and flags of the relabelled rows; ``mask``, ``[B]``
-        bool, selects these rows."""
+    def recompute_(
+        self,
+        batch: TensorDictBase,
+        mask: Tensor,
+        reward: Tensor,
+        put: Callable[[Tensor, Tensor, Tensor], int] = put_values_,
+    ) -> None:
+        """Recompute the rewards and flags of the relabelled rows.
+
+        Args:
+            batch: the batch, which has the new goals.
+            mask: ``[B]`` bool, selects the rows.
+            reward: the rewards of the batch.
+            put: a form of :func:`~rlbuf_td.kernels.wrappers.put_values_`.
+        """
         new = self.reward_fn(batch)
         if not (
             type(new) is Tensor
@@ -257,7 +270,7 @@ class HindsightSampler(SamplerWrapper):
             and new.is_cpu
         ):
             new = _fitted(new, reward, "reward_fn", "reward")
-        bad = put_values_(reward, new, mask)
+        bad = put(reward, new, mask)
         if bad >= 0:
             raise ValueError(
                 f"reward_fn returned NaN for relabelled rows, the first of them row {bad}"
@@ -362,7 +375,18 @@ class _RelabelledReading(Reading):
         )
         self.wrapper = wrapper
         self.reward = places[wrapper.reward_key]
+        reward = self.rows.layout.leaves[self.reward]
+        self.item_bytes = reward.dtype.itemsize
+        #: Recognizes rewards, new rewards and the mask, if a loop copies the rewards.
+        self.expected: HostTensors | None = None
+        is_number = reward.shape.numel() == 1
+        if is_number and reward.dtype in (torch.float32, torch.float64):
+            rewards = reward.dtype, torch.Size([size, *reward.shape])
+            mask = torch.bool, torch.Size([size])
+            self.expected = HostTensors([rewards, rewards, mask])
+        # a random number of each drawn row
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.put_values = loop("wrappers.cpu", "put_values")
         self.relabel = machine_code(
             kernels.relabel, distribution=wrapper.distribution, goals=self.goals
         )
@@ -374,9 +398,12 @@ class _RelabelledReading(Reading):
         if not super().__call__(slots, slot, flat, drawn, live):
             return False
         wrapper = self.wrapper
-        count = drawn.shape[0]
+        count = drawn.numel()
         mask = slot.report["relabeled"]
-        uniform = self.uniform[:count]
+        if self.uniform.numel() != count:
+            with outside_inference_mode():
+                self.uniform = torch.zeros(count, dtype=torch.float64, device="cpu")
+        uniform = self.uniform
         fill_uniform_(uniform, wrapper._rng)
         live_rows = self.storage.ring.numbered()
         self.relabel(
@@ -392,8 +419,18 @@ class _RelabelledReading(Reading):
             live_rows.are_cells,
             self.goals,
         )
-        wrapper.recompute_(slot.batch, mask, slot.leaves[self.reward])
+        wrapper.recompute_(slot.batch, mask, slot.leaves[self.reward], self._put)
         return True
+
+    def _put(self, reward: Tensor, new: Tensor, mask: Tensor) -> int:
+        """Do what :func:`~rlbuf_td.kernels.wrappers.put_values_` does, after a quicker
+        check of the memory."""
+        addresses = None
+        if self.expected is not None:
+            addresses = self.expected.addresses((reward, new, mask))
+        if addresses is None:
+            return put_values_(reward, new, mask)
+        return self.put_values(*addresses, self.size, self.item_bytes)
 
 
 def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Leaf:

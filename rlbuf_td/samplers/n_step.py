@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from struct import Struct
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import Leaf
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 
-_SET = Struct("qdq")  # the fields ``n``, ``gamma`` and ``taken`` of a ``STEPS`` record
+_N, _GAMMA, _TAKEN = range(3)  # fields of a ``STEPS`` record
 
 
 def joins_steps(wrapper: SamplerWrapper | None) -> bool:
@@ -350,7 +349,9 @@ class _JoinedReading(Reading):
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
         self.joined_at = self.joined.ctypes.data
-        self.joined_bytes = self.joined.view(np.uint8).data
+        # to set its fields in a fourth of the time of `Struct.pack_into`
+        self.joined_ints = memoryview(self.joined.view(np.int64).data)
+        self.joined_floats: Any = memoryview(self.joined.view(np.float64).data)
         self.kernel = loop("wrappers.cpu", "n_step")
         if self.observations:
             self.entry_kernel = loop("batch.entries_cpu", "read_joined_entries")
@@ -363,8 +364,9 @@ class _JoinedReading(Reading):
             self.rows.ask_for(flat)
         steps = slot.report["steps_to_next_obs"]
         taken = self.taken if self.agents else steps
-        settings = self.wrapper.n_steps, self.wrapper.gamma
-        _SET.pack_into(self.joined_bytes, 0, *settings, taken.data_ptr())
+        self.joined_ints[_N] = self.wrapper.n_steps
+        self.joined_floats[_GAMMA] = self.wrapper.gamma
+        self.joined_ints[_TAKEN] = taken.data_ptr()
         places = self.address, flat.data_ptr(), slot.targets
         episodes = self.storage.episodes_now().address
         if not self.kernel(episodes, *places, self.joined_at, live):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
@@ -550,10 +549,10 @@ class Priorities:
         """Return the address of the ``UPDATE`` record with which compiled code changes
         priorities."""
         rule = self.rule
-        epoch = getattr(storage, "epoch", None)
+        epoch = storage.epoch if isinstance(storage, PackedStorage) else None
         numbers = epoch, rule.table.address, rule.eps, rule.min_priority
         if numbers != self._record[0]:
-            settings_at = addressof(rule.settings.values)
+            settings_at = rule.settings.address
             has_lanes = ring is not None and storage is not None and storage.ndim > 1
             record = record_of(
                 UPDATE,

@@ -15,7 +15,6 @@ from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.serials import Serials
 from rlbuf_td.kernels.strata import (
     LEAST_RATIO,
-    Stratification,
     stratification_of,
 )
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
@@ -139,7 +138,9 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
         rule.refresh_weights()
-        law = self._law(batch_size)
+        law = stratification_of(
+            batch_size, self.stratified, self.beta, self.weight_norm
+        )
         if rule.is_launched:
             flat, weight, stamp = rule.launch_draw(
                 batch_size, rows, law, generator=self._rng, serials=serials
@@ -152,11 +153,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         if self.weight_norm == "buffer":
             self.weight_watch.see(weight)
         return flat, weight, stamp
-
-    def _law(self, batch_size: int) -> Stratification:
-        """Return how a batch is drawn and weighed with the current settings."""
-        beta = self.settings.values[BETA]
-        return stratification_of(batch_size, self.stratified, beta, self.weight_norm)
 
     def draw_into(
         self,
@@ -176,9 +172,11 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         else:
             fill_uniform_(scratch, self._rng)
         weight = report["priority_weight"]
-        law = self._law(flat.shape[0])
+        beta = self.settings.values[BETA]
+        norm = self.weight_norm
+        law = stratification_of(flat.numel(), self.stratified, beta, norm)
         self.rule.draw_into(scratch, live.rows, law, flat, weight)
-        if self.weight_norm == "buffer":
+        if norm == "buffer":
             self.weight_watch.see(weight)
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:

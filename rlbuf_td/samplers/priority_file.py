@@ -53,8 +53,8 @@ class PriorityFile:
         self.numbers.keep_in(self.file, 0, exists=is_old)
         self.largest.keep_in(self.file, 64, exists=is_old)
         self._view()
-        if self.numbers.values[:] != expected:
-            self.numbers.values[:] = expected
+        if [*self.numbers] != expected:
+            self.numbers.set(expected)
             self.largest[0] = -1.0
             self.following[:] = 0
 

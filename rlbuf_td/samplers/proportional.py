@@ -82,7 +82,7 @@ class ProportionalRule(PriorityRule):
             uniform.data_ptr(),
             flat.data_ptr(),
             weight.data_ptr(),
-            uniform.shape[0],
+            uniform.numel(),
             law,
             rows,
         )

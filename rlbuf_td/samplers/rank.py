@@ -63,7 +63,7 @@ class RankRule(PriorityRule):
                 uniform.data_ptr(),
                 flat.data_ptr(),
                 weight.data_ptr(),
-                uniform.shape[0],
+                uniform.numel(),
                 law,
             )
         if not has_rows:

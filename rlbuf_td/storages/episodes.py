@@ -10,7 +10,6 @@ next look-up builds them again from flags, ids and breaks.
 from __future__ import annotations
 
 import json
-from ctypes import addressof, memmove, string_at
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -171,7 +170,7 @@ class StorageKeys:
         """Replace the pair for all processes."""
         text, numbers = json.dumps(pair).encode(), self._numbers
         numbers[_LENGTH] = 0  # a process may die before the text is whole
-        memmove(addressof(numbers.values) + 8 * _TEXT, text, len(text))
+        numbers.values.cast("B")[8 * _TEXT :][: len(text)] = text
         numbers[_LENGTH] = len(text)
         self.pair, self._replaced = pair, numbers[_REPLACED] + 1
         numbers[_REPLACED] = self._replaced
@@ -179,13 +178,11 @@ class StorageKeys:
     def follow(self) -> None:
         """Take the pair that another process has set."""
         self._replaced = self._numbers[_REPLACED]
-        text_address, length = (
-            addressof(self._numbers.values) + 8 * _TEXT,
-            self._numbers[_LENGTH],
-        )
+        length = self._numbers[_LENGTH]
         self.pair = EpisodeKeys()
         if length:
-            done_key, traj_key = json.loads(string_at(text_address, length))
+            text = bytes(self._numbers.values.cast("B")[8 * _TEXT :][:length])
+            done_key, traj_key = json.loads(text)
             self.pair = EpisodeKeys.of(
                 tuple(done_key), None if traj_key is None else tuple(traj_key)
             )

@@ -58,7 +58,7 @@ class _Level(NamedTuple):
 
     parent: int  # the number of the level above
     path: tuple[str, ...]
-    leaves: list[str]
+    leaves: tuple[tuple[str, int], ...]  # their names and numbers
     count: int  # of leaves and nodes
 
 
@@ -122,14 +122,6 @@ class RowLayout:
         self.all_keys = frozenset((*self.names, *self.places))
         #: Each nesting level of a row before those below it.
         self.levels = tuple(_levels(self.root, 0, []))
-        #: The place of each leaf among those that :attr:`levels` list.
-        self._order = np.argsort(
-            [
-                self.places[(*level.path, name)]
-                for level in self.levels
-                for name in level.leaves
-            ]
-        ).tolist()
         # for the last (lead, device)
         self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))
         self._expected = _Expected(None, [])
@@ -211,9 +203,9 @@ class RowLayout:
         """Return the entries of ``data``, in the order of :attr:`leaves`; None if their
         keys are not those of a row."""
         mappings: list[Mapping[str, Any]] = []
-        values: list[Any] = []
+        values: list[Any] = [None] * len(self.leaves)
         try:
-            for parent, path, names, count in self.levels:
+            for parent, path, leaves, count in self.levels:
                 nested = mappings[parent][path[-1]] if path else data
                 if type(nested) is TensorDict:
                     entries = plain_entries(nested)
@@ -225,10 +217,12 @@ class RowLayout:
                 if len(entries) != count:
                     return None
                 mappings.append(entries)
-                values.extend(map(entries.__getitem__, names))
+                # after a learner's step, in half the time of `map`
+                for name, number in leaves:
+                    values[number] = entries[name]
         except KeyError:
             return None
-        return [*map(values.__getitem__, self._order)]
+        return values
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
         """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an
@@ -330,9 +324,8 @@ def _build(
 def _levels(node: _Node, parent: int, levels: list[_Level]) -> list[_Level]:
     """Append a nesting level, and then those below it."""
     number = len(levels)
-    leaves = [name for name, _ in node.leaves]
     count = len(node.leaves) + len(node.nodes)
-    levels.append(_Level(parent, node.path, leaves, count))
+    levels.append(_Level(parent, node.path, node.leaves, count))
     for _, child in node.nodes:
         _levels(child, number, levels)
     return levels

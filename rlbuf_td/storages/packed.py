@@ -108,6 +108,7 @@ _PARTS = (
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
 )
 _STATE_FILE = "storage.pt"
+_ONE_STEP = torch.Size([])  # the batch size of data without a dim for time
 _DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
 # what an index has whose rows are read as views
 _OF_VIEWS = int, np.integer, slice, EllipsisType, NoneType
@@ -745,15 +746,14 @@ class PackedStorage(LazyTensorStorage):
             IndexError: a lane is out of range; nothing has been written.
         """
         data = write.data
-        lanes = write.lanes
-        time_dim = 1 if write.lanes_first else 0
         if type(data) is not TensorDict:
-            data = self.as_rows(data, write.lead_dims(self.ndim))
-            write = write._replace(data=data)
+            write.data = data = self.as_rows(data, write.lead_dims(self.ndim))
         with self.lock:
-            size = data.batch_size
+            size = _ONE_STEP
             count = 1
             if not write.is_single:
+                size = data.batch_size
+                time_dim = 1 if write.lanes_first else 0
                 if len(size) <= time_dim:
                     refuse_shape(data, write.lead_dims(self.ndim))
                 count = size[time_dim]
@@ -763,13 +763,14 @@ class PackedStorage(LazyTensorStorage):
             if plan is None or plan.changes != plan.listeners.changes:
                 plan = self._plan_writes(write)
             lead = plan.rows.lanes  # the dims of the data that number rows
+            lanes = write.lanes
             if lanes is not None:
-                write = write._replace(lanes=as_lanes(lanes, count))
+                write.lanes = as_lanes(lanes, count)
                 lead = size[:1]
             elif write.lanes_first:
                 lead += size[1:2]
             elif not write.is_single:
-                lead = size[:1] + lead
+                lead = size[:1] + lead if lead or len(size) > 1 else size
             if write.begins_anew or type(lanes) is TakenLane:
                 # refuses the data before anything changes
                 plan.rows.layout.collect(data, lead)

@@ -24,7 +24,8 @@ rows fill these holes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,9 @@ SAMPLED_AT = "sampled_at"
 _MOST = 1 << 62
 
 
-class LiveRows(NamedTuple):
+# a NamedTuple takes twice as long to make
+@dataclass(slots=True)
+class LiveRows:
     """How many rows are live, and how a number below this count names one."""
 
     rows: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.schema import SchemaError, walk
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.layout import RowLayout
 
 #: Counts the steps of a write in statistics, given the addresses of its leaves.
 Record: TypeAlias = Callable[[np.ndarray], None]
@@ -147,8 +151,12 @@ class StagedRows(NamedTuple):
     memory: object  # what the record refers to, and the record
 
 
-class Write(NamedTuple):
-    """A write of rows after the newest ones, see :meth:`PackedStorage.advance`."""
+@dataclass(slots=True)
+class Write:
+    """A write of rows after the newest ones, see :meth:`PackedStorage.advance`.
+
+    Whoever prepares the write sets what it changes.
+    """
 
     #: Time steps ``[n, *lanes]``, or rows ``[n]`` of single lanes; None with `staged`.
     data: Any
@@ -167,6 +175,10 @@ class Write(NamedTuple):
     record: Record | None = None
     #: Rows in place of the data, for :meth:`CompiledWrites.write` alone.
     staged: StagedRows | None = None
+    #: The entries of the data if :meth:`RowLayout.find` has found them, and the layout
+    # that has.
+    leaves: list[Any] | None = None
+    layout: RowLayout | None = None
 
     def lead_dims(self, ndim: int) -> int:
         """Return the number of dims of the data that number rows of a storage of this

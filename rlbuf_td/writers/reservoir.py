@@ -145,7 +145,7 @@ class ReservoirWriter(PackedWriter, Recovers):
         if self._write_count < rows or (
             self._write_count > rows and not torchrl_parts.is_full(storage)
         ):
-            self.numbers.values[:] = rows, 0, 0
+            self.numbers.set((rows, 0, 0))
 
     def choose(self, count: int, steps: int, lanes: int = 1) -> Choice:
         """Choose which of the next ``count`` time steps of ``lanes`` rows to store in a
@@ -258,11 +258,11 @@ class ReservoirWriter(PackedWriter, Recovers):
         """Count the time steps of a write after the first ``filled`` ones, which have been
         appended."""
         self._storage.ring.count_edits(choice.state[0] - filled * lanes)
-        self.numbers.values[:] = choice.state
+        self.numbers.set(choice.state)
 
     def _empty(self, empty_write_count: bool = True) -> None:
         # even without ``empty_write_count``, because a new sample starts
-        self.numbers.values[:] = 0, 0, 0
+        self.numbers.set((0, 0, 0))
 
     def state_dict(self) -> State:
         """Return the counters. The buffer saves the random generator."""
@@ -283,7 +283,7 @@ class ReservoirWriter(PackedWriter, Recovers):
             raise ValueError(
                 f"the state is not that of a ReservoirWriter: {state_dict}"
             )
-        self.numbers.values[:] = values
+        self.numbers.set(values)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(write_count={self._write_count})"

@@ -283,8 +283,9 @@ class RolloutWriter(TimeWriter, Completes):
                     f"{count} more do not fit. Write the rest of it first, or make "
                     "the storage as long as a collector's batch"
                 )
-            data = _with_entries(data, self.added_entries(data))
-            return super().write(write._replace(data=data, begins_anew=not cursor))
+            write.data = _with_entries(data, self.added_entries(data))
+            write.begins_anew = not cursor
+            return super().write(write)
 
     def added_entries(self, data: TensorDictBase) -> dict[tuple[str, ...], Tensor]:
         """Return the entries that this writer adds to time steps like ``data``, filled

@@ -531,7 +531,7 @@ BREAKS = [
     Break(
         "a load does not restore the counts of batches",
         "checkpoint/buffer.py",
-        "    rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]\n",
+        "    rb.returned.set([state.get(name) or 0 for name in _RETURNED])\n",
         "",
         "tests/checkpoint/test_dumps.py -k batch_size_and_the_counts",
     ),

@@ -59,7 +59,7 @@ def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
             written, choice = writer._write_count, writer.choose(count, steps)
             left |= {written + place: written + place for place in range(choice.filled)}
             left |= {slot: written + place for place, slot in choice.kept}
-            writer.numbers.values[:3] = choice.state
+            writer.numbers.set(choice.state)
         counts[tuple(sorted(left.values()))] += 1
     law = torch.full((len(counts),), 1 / len(counts), dtype=torch.float64)
     assert power(law.numpy(), rounds, bias=0.035) > 0.9
