@@ -179,10 +179,8 @@ class StorageKeys:
     def follow(self) -> None:
         """Take the pair that another process has set."""
         self._replaced = self._numbers[_REPLACED]
-        text_address, length = (
-            addressof(self._numbers.values) + 8 * _TEXT,
-            self._numbers[_LENGTH],
-        )
+        text_address = addressof(self._numbers.values) + 8 * _TEXT
+        length = self._numbers[_LENGTH]
         self.pair = EpisodeKeys()
         if length:
             done_key, traj_key = json.loads(string_at(text_address, length))

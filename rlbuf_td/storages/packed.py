@@ -1207,7 +1207,8 @@ class PackedStorage(LazyTensorStorage):
         layout = RowLayout(data, lead_dims)
         self.refuse_layout(layout)
         dedup = DedupLayout.chosen_for(layout, self.dedup_options)
-        if self.is_reserved and (reserved := self.rows) is not None:
+        reserved = self.rows if self.is_reserved else None
+        if reserved is not None:
             lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
             refuse_unfit(data, reserved.layout.leaves, lead, allows_more=True)
             if layout != reserved.layout or dedup != reserved.dedup:
