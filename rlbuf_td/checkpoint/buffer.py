@@ -214,7 +214,7 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
     counts += [state["_writer"].get(name) for name in ("_cursor", "_write_count")]
     if not all(count is None or is_count(count) for count in counts):
         raise ValueError(
-            f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}"
+            f"batch size, counts and cursor must be whole numbers of 62 bits, got {counts}"
         )
     if rb.flow is not None:
         rb.flow.refuse_state(state.get("_flow"))

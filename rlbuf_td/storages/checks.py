@@ -99,8 +99,9 @@ def saved_number(name: str, value: object, least: int, most: int) -> int:
 
 
 def is_count(number: object) -> bool:
-    """Whether a number of a saved state is a whole number from 0 on, of 63 bits."""
-    return type(number) is int and 0 <= number < 1 << 63
+    """Whether a number of a saved state is a whole number from 0 on, of 62 bits,
+    which leaves room to count on."""
+    return type(number) is int and 0 <= number < 1 << 62
 
 
 @contextmanager

@@ -99,12 +99,10 @@ class Entries:
         shape: torch.Size,
         make_room: MakeRoom | None,
     ) -> None:
-        self._dedup, self.groups, self.lanes, self._make_room = (
-            dedup,
-            dedup.groups,
-            prod(shape[1:]),
-            make_room,
-        )
+        self._dedup = dedup
+        self.groups = dedup.groups
+        self.lanes = prod(shape[1:])
+        self._make_room = make_room
         self._sections = sections = Sections.of(dedup, shape)
         self.rows = block[: prod(shape) * dedup.stored.row_bytes].view(prod(shape), -1)
         self._following = [
@@ -167,10 +165,8 @@ class Entries:
         ]
         kept = groups, self._dedup.parts, self._dedup.runs
         self._arrays = [np.array(numbers, np.int64) for numbers in kept]
-        (groups_at, parts_at, runs_at), sizes = (
-            (numbers.ctypes.data for numbers in self._arrays),
-            [*map(len, self._arrays)],
-        )
+        groups_at, parts_at, runs_at = (numbers.ctypes.data for numbers in self._arrays)
+        sizes = [*map(len, self._arrays)]
         self._stored[:] = Stored(
             rows=self.rows.data_ptr(),
             row_bytes=self.rows.shape[1],

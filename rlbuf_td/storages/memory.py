@@ -232,11 +232,9 @@ class HeadFile(SharedFile):
     def __init__(self, folder: Path) -> None:
         if fcntl is None:
             raise RuntimeError("reopen=True needs a system with POSIX file locks")
-        self.path, self._next, rows_file = (
-            folder / HEAD_FILE,
-            FIRST,
-            folder / ROWS_FILE,
-        )
+        self.path = folder / HEAD_FILE
+        self._next = FIRST
+        rows_file = folder / ROWS_FILE
         if rows_file.exists() and not self.path.exists():
             raise FileExistsError(
                 f"{rows_file} holds rows without {self.path.name}, so that they cannot be continued (they were not "

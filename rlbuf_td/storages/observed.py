@@ -36,10 +36,8 @@ def is_observed(key: Key, kinds: Values) -> bool:
 def hashes(values: Values, lead: Key, keys: Iterable[Key]) -> Tensor:
     """Return a hash of the entries ``keys`` under ``lead``, ``[n]`` int64; agents that
     do not act count as zeros."""
-    generator, result = (
-        torch.Generator().manual_seed(0),
-        torch.zeros(1, dtype=torch.int64, device="cpu"),
-    )
+    generator = torch.Generator().manual_seed(0)
+    result = torch.zeros(1, dtype=torch.int64, device="cpu")
     for path in ((*lead, *key) for key in keys):
         value, acts = values[path], values.get((*path[: len(lead) + 1], "mask"))
         if (

@@ -137,10 +137,8 @@ class SharedRows(Attached):
                     "the description of the rows does not match its checksum"
                 )
             description = json.loads(text)
-            layout, shape = (
-                RowLayout.from_state(description["layout"]),
-                torch.Size(description["shape"]),
-            )
+            layout = RowLayout.from_state(description["layout"])
+            shape = torch.Size(description["shape"])
             self._refuse_other(shape)
             storage.row_class = loaded(description["row_class"])
             dedup = saved_dedup(layout, description)
@@ -160,11 +158,9 @@ class SharedRows(Attached):
         text = torch.frombuffer(
             bytearray(json.dumps(description).encode()), dtype=torch.uint8
         )
-        rows, lanes, exists = (
-            made.cells,
-            made.cells // made.steps,
-            bool(self._described[0]),
-        )
+        rows = made.cells
+        lanes = made.cells // made.steps
+        exists = bool(self._described[0])
         first, size = -(-len(text) // _PAGE) * _PAGE, block_size(lanes)
         nbytes = first + 8 * (rows + size)
         if self._head_file is not None and exists:

@@ -89,18 +89,14 @@ class Ring:
         # reads numbers in a fourth of NumPy's time
         self.block, self.address, self.numbers = block, address, numbers
         rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
-        self.head, self.after, self.before = (
-            rows[:AFTER],
-            rows[AFTER:BEFORE],
-            rows[BEFORE],
-        )
+        self.head = rows[:AFTER]
+        self.after = rows[AFTER:BEFORE]
+        self.before = rows[BEFORE]
         self.tail, self.written = self.head[:FOLLOWING]
         #: What the next row of each lane continues, ``[2, E]``, see
         #: :mod:`rlbuf_td.kernels.episodes`; also in `after`.
-        self.following, self.following_after = (
-            self.head[FOLLOWING:],
-            self.after[FOLLOWING:],
-        )
+        self.following = self.head[FOLLOWING:]
+        self.following_after = self.after[FOLLOWING:]
 
     def keep_in(self, block: Tensor, *, exists: bool) -> None:
         """Move the numbers to ``block``, int64 in shared memory; if it ``exists``, take

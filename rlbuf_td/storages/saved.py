@@ -45,11 +45,9 @@ class SavedRows:
     def __init__(
         self, storage: PackedStorage, content: State, folder: Path | None
     ) -> None:
-        self.storage, self.matrix, self.entries = (
-            storage,
-            content["rows"],
-            content.get("entries", []),
-        )
+        self.storage = storage
+        self.matrix = content["rows"]
+        self.entries = content.get("entries", [])
         self.layout = layout = RowLayout.from_state(content["layout"])
         self.lanes, self.dedup = self.matrix.shape[1:-1], saved_dedup(layout, content)
         self._refuse_others(content)

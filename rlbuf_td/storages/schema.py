@@ -108,10 +108,8 @@ def refuse_unpackable(key: tuple[str, ...], value: object) -> None:
     if is_non_tensor(value) or not (
         isinstance(value, torch.Tensor) or is_tensor_collection(value)
     ):
-        problem, taker = (
-            f"holds non-tensor data ({type(value).__name__}): leave it out",
-            "ListStorage",
-        )
+        problem = f"holds non-tensor data ({type(value).__name__}): leave it out"
+        taker = "ListStorage"
     elif isinstance(value, torch.Tensor):
         if (
             not value.is_nested
@@ -119,17 +117,15 @@ def refuse_unpackable(key: tuple[str, ...], value: object) -> None:
             and not value.is_quantized
         ):
             return
-        problem, taker = (
-            "is a nested, sparse or quantized tensor: pad or convert it",
-            "ListStorage",
-        )
+        problem = "is a nested, sparse or quantized tensor: pad or convert it"
+        taker = "ListStorage"
     elif isinstance(value, TensorDictBase):
         return
     else:
-        problem, taker = (
-            f"is a tensorclass ({type(value).__name__}): store its to_tensordict()",
-            "LazyTensorStorage",
+        problem = (
+            f"is a tensorclass ({type(value).__name__}): store its to_tensordict()"
         )
+        taker = "LazyTensorStorage"
     raise SchemaError(
         f"key {show_key(key)} {problem}, or use torchrl.data.{taker}, which takes it"
     )

@@ -46,10 +46,8 @@ def parts_of(buffer: object) -> list[Any]:
     """Return the writer and the sampler of a buffer, and those that it wraps; none of
     an object without them."""
     # None: it is being made
-    writer, sampler = (
-        getattr(buffer, "_writer", None),
-        getattr(buffer, "_sampler", None),
-    )
+    writer = getattr(buffer, "_writer", None)
+    sampler = getattr(buffer, "_sampler", None)
     parts = [] if writer is None else [writer]
     while sampler is not None:
         parts.append(sampler)

@@ -30,7 +30,9 @@ def is_mask(index: object) -> bool:
 def as_integers(index: object) -> torch.Tensor | None:
     """Return integers in any form, such as an int, a list, an array or a tensor, as an
     int64 tensor of their shape; None for what is no integers, such as a mask."""
-    if isinstance(index, int | np.integer | list | range | np.ndarray):
+    if isinstance(index, range):  # NumPy would take one number after another
+        index = np.arange(index.start, index.stop, index.step)
+    if isinstance(index, int | np.integer | list | np.ndarray):
         array = np.asarray(index)
         # an empty list has a float dtype
         if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):

@@ -168,10 +168,8 @@ def note_(lanes: Lanes, rows: RowsByAge, ended: Tensor, traj_id: Tensor) -> Tens
             have no ids.
     """
     age, lane, slot, exists = rows
-    old, (follows, id_before) = (
-        lanes.numbers[lane, slot, BACK],
-        lanes.following[..., None],
-    )
+    old = lanes.numbers[lane, slot, BACK]
+    follows, id_before = lanes.following[..., None]
     # the age of the first row that has no numbers
     first_new = (lanes.noted - lanes.first)[:, None]
     breaks = torch.where(age < first_new, old < 0, (age == first_new) & (follows < 0))

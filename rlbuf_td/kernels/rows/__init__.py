@@ -82,10 +82,8 @@ def _ask(first: np.ndarray, width: int) -> None:
     these addresses must ascend."""
     if not len(first):
         return
-    first, last = (
-        first // mmap.PAGESIZE * mmap.PAGESIZE,
-        -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE,
-    )
+    last = -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE
+    first = first // mmap.PAGESIZE * mmap.PAGESIZE
     gaps = np.flatnonzero(first[1:] > last[:-1])
     for begin, end in zip(
         first[[0, *(gaps + 1)]].tolist(), last[[*gaps, -1]].tolist(), strict=True

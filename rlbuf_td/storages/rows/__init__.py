@@ -245,10 +245,12 @@ class Rows:
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of all rows in the given time steps,
         ``[*steps.shape, *lanes]``."""
-        lanes = torch.arange(prod(self.lanes), device=self.matrix.device)
-        return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(
-            steps.shape + self.lanes
-        )
+        steps = steps.to(self.matrix.device)
+        if not self.lanes:
+            return steps
+        lanes = torch.arange(prod(self.lanes), device=steps.device)
+        cells = steps[..., None] * len(lanes) + lanes
+        return cells.view(steps.shape + self.lanes)
 
     def cells_of(self, index: Any) -> torch.Tensor:
         """Return the flat indices of the rows that an index of a tensor ``[T, *lanes]``
@@ -258,8 +260,9 @@ class Rows:
         """
         device = self.matrix.device
         if isinstance(index, slice):
-            index = range(*index.indices(self.steps))
-        elif is_mask(index) and index.shape == self.shape:
+            steps = np.arange(*index.indices(self.steps))
+            return self.cells_at(torch.from_numpy(steps))
+        if is_mask(index) and index.shape == self.shape:
             index = torch.as_tensor(index).nonzero(as_tuple=True)
         parts = index if isinstance(index, tuple) else (index,)
         integers = [
@@ -270,7 +273,7 @@ class Rows:
             cells = torch.arange(self.cells, device=device)
             return cells.view(self.shape)[index]
         cells = from_start(integers[0], self.steps, _NO_STEP)
-        if len(parts) < len(self.shape):
+        if len(parts) == 1:
             return self.cells_at(cells)
         for lane, size in zip(integers[1:], self.lanes, strict=True):
             cells = cells * size + from_start(lane, size, _NO_LANE)
