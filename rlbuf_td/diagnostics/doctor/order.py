@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlbuf_td.diagnostics.doctor.record import Key, Record, Values
 from rlbuf_td.diagnostics.doctor.report import Finding
+from rlbuf_td.storages.episodes import StoredSegments
 
 _SAMPLED = 256  # rows that suffice to identify the kind of a fault
 _LONG = 10_000  # time steps: this many without an end are a finding
@@ -73,10 +74,17 @@ def _interleaved(record: Record, ids: Tensor) -> Iterator[Finding]:
     last = torch.zeros_like(position)
     last.scatter_reduce_(0, trajectory, position, "amax")
     goes_on_later = record.ends & ~record.ended & (last[trajectory] > position)
-    stretches = int((record.cut | ~record.has_next).sum())
-    if 2 * int(goes_on_later.sum()) > stretches and record.rows < _SHORT * stretches:
-        mean = record.rows / stretches
-        yield record.finding("trajectories-interleaved", goes_on_later, mean=mean)
+    segments = StoredSegments(
+        rows=record.rows,
+        number=int((record.cut | ~record.has_next).sum()),
+        broken=int(goes_on_later.sum()),
+        ids=int(trajectory.max()) + 1,
+        has_flags=False,
+    )
+    if segments.are_interleaved(_SHORT):
+        yield record.finding(
+            "trajectories-interleaved", goes_on_later, mean=segments.mean
+        )
 
 
 def _flags_without_done(record: Record) -> Iterator[Finding]:
