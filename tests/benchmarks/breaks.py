@@ -924,6 +924,34 @@ BREAKS = [
         "            self.rule.restore_(magnitude.to(self.device))",
         "tests/storages/test_reopen.py -k is_loaded_alone",
     ),
+    Break(
+        "rows that a kill left unannounced keep the old priority",
+        "samplers/priorities.py",
+        "        is_old[new.to(self.device)] = False\n",
+        "",
+        "tests/storages/test_kill.py -k not_announced",
+    ),
+    Break(
+        "a copy of a shared sampler cannot grow",
+        "samplers/priorities.py",
+        '            "is_shared": is_spawning,\n',
+        '            "is_shared": self.is_shared,\n',
+        "tests/samplers/test_prioritized.py -k can_grow",
+    ),
+    Break(
+        "the largest magnitude outlives all rows of a file",
+        "samplers/priority_file.py",
+        " and is_kept.any()\n",
+        "\n",
+        "tests/storages/test_reopen.py -k goes_with_the_rows",
+    ),
+    Break(
+        "a loop over epochs does not go on after a load",
+        "samplers/minibatch.py",
+        '            self._resumes = bool(state_dict.get("in_pass", False))\n',
+        "            self._resumes = False\n",
+        "tests/buffers/test_rollout.py -k goes_on_after_a_load",
+    ),
     # -- corners of writers
     Break(
         "rows that a killed process had taken are lost",

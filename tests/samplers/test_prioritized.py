@@ -6,6 +6,7 @@ What writes, updates, loads and processes do to priorities is in ``test_lockstep
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -355,3 +356,17 @@ def test_a_sampler_that_could_not_draw_grows_with_the_rows_before_an_update(cls)
     sampler.update_priority(torch.tensor([5, 60]), torch.ones(2), storage=storage)
     assert sampler.priority(torch.tensor([5, 60])).tolist() == [1.0, 1.0]
     sampler.priorities.rule.check()
+
+
+def test_a_copy_of_a_shared_sampler_can_grow() -> None:
+    shared: Any = ReplayBuffer(
+        storage=PackedStorage(8, shared=True), sampler=ProportionalSampler(8)
+    )
+    rows = TensorDict({"x": torch.arange(20)}, [20])
+    shared.extend(rows[:8])
+    sampler = copy.deepcopy(shared.sampler)
+    sampler._empty()
+    rb: Any = ReplayBuffer(storage=PackedStorage(20), sampler=sampler)
+    rb.extend(rows)
+    assert rb.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
+    assert len(shared.sample(30)) == 30
