@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td import (
+    MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
     ReplayBuffer,
@@ -25,6 +26,7 @@ from rlbuf_td import (
     ShutDown,
 )
 from rlbuf_td.storages.memory import ROWS_FILE
+from rlbuf_td.storages.torchrl_parts import generator_of
 from tests.test_lockstep import forked
 
 ROWS = 8
@@ -120,6 +122,22 @@ def test_a_buffer_that_is_refused_lets_go_of_its_folder(
     rb = ReplayBuffer.from_schema(SCHEMA, ROWS, **options, sampler=sampler)
     assert error.tb is not None  # keeps the refused buffer alive
     rb.extend(rows(0, 2))
+
+
+def test_a_sampler_that_is_refused_keeps_its_generator() -> None:
+    rb: Any = ReplayBuffer(
+        storage=PackedStorage(ROWS),
+        batch_size=2,
+        prefetch=2,
+        generator=torch.Generator().manual_seed(0),
+    )
+    rb.extend(rows(0, 4))
+    sampler = MinibatchSampler()
+    with pytest.raises(ValueError, match="use prefetch=0"):
+        rb.set_sampler(sampler)
+    assert generator_of(sampler) is None
+    assert generator_of(rb.sampler) is generator_of(rb)
+    assert len(rb.sample()) == 2
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -142,6 +142,26 @@ def test_a_loop_left_early_starts_over_after_a_load():
     assert sum(len(batch) for batch in other) == 48
 
 
+def test_a_loop_whose_state_was_saved_goes_on_after_a_load():
+    rollout, other = (
+        filled(make_world(3), epochs=2, generator=torch.Generator().manual_seed(seed))[
+            0
+        ]
+        for seed in (1, 2)
+    )
+    seen = []
+    for number, batch in enumerate(rollout):
+        if number == 2:
+            other.load_state_dict(rollout.state_dict())
+        if number > 2:
+            seen.append(batch)
+    rest = [*other]
+    assert sum(len(batch) for batch in rest) == 48 - 3 * 5
+    for batch, expected in zip(rest, seen, strict=True):
+        assert torch.equal(batch["index"], expected["index"])
+    assert sum(len(batch) for batch in other) == 48
+
+
 def test_sampling_within_a_loop_takes_its_turn():
     """The sampler knows one order: whoever draws takes the next rows, and no row comes
     twice."""

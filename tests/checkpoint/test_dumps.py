@@ -576,3 +576,20 @@ def test_other_transforms_do_not_take_the_saved_tensors(saved, own, tmp_path):
     assert len(rb) == 1
     rb.loads(folder)  # the remedy
     assert len(rb) == 3
+
+
+@pytest.mark.parametrize("how", ["loads", "load_state_dict"])
+def test_reserved_rows_take_those_of_a_state_with_more_entries(how, tmp_path):
+    schema = TensorDict({"x": torch.tensor(0)})
+    rows = TensorDict({"x": torch.arange(6), "policy": torch.rand(6, 2)}, [6])
+    old = ReplayBuffer.from_schema(schema, 8)
+    old.extend(rows)
+    old.dumps(tmp_path)
+    new = ReplayBuffer.from_schema(schema, 8)
+    if how == "loads":
+        new.loads(tmp_path)
+    else:
+        new.load_state_dict(old.state_dict())
+    assert torch.equal(new.storage["policy"], rows["policy"])
+    new.extend(rows)
+    assert new.sample(4)["policy"].shape == (4, 2)

@@ -380,3 +380,20 @@ def test_a_load_ends_the_open_episodes_of_the_buffer_that_loads(name):
     rb.load_state_dict(rb.state_dict())
     write(True)
     assert rb.episode_stats.history()["length"].tolist() == [1]
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_a_load_ends_open_episodes_with_ids_alone(has_ids: bool) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(8), stats=EpisodeStats())
+
+    def write(*done: bool) -> None:
+        flags = torch.tensor(done)[:, None]
+        data = {"next": {"reward": torch.ones(len(done), 1), "done": flags}}
+        if has_ids:
+            data["collector"] = {"traj_ids": torch.zeros(len(done)).long()}
+        rb.extend(TensorDict(data, [len(done)]))
+
+    write(False, False)
+    rb.load_state_dict(rb.state_dict())
+    write(False, True)
+    assert rb.episode_stats.history()["length"].tolist() == [2 if has_ids else 4]

@@ -1017,3 +1017,19 @@ def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
     )
     with pytest.raises(CheckpointError, match="flow control needs 6 whole numbers"):
         other.buffer().loads(tmp_path)
+
+
+def test_rows_that_wait_in_a_shard_are_removed_with_the_others():
+    world = World(1, proportional)
+    fill(world, 60)
+    whole, writer = world.buffer(), world.client()
+    whole.sample(8)
+    writer.extend(rows(500, 4))
+    assert world.shards[0].report().waiting == 4
+    whole.empty()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+            whole.sample(8)
+    assert len(whole) == 0
+    writer.extend(rows(600, 8))
+    assert set(whole.sample(16)["id"].tolist()) <= {*range(600, 608)}

@@ -773,3 +773,20 @@ def test_a_whole_reward_that_rows_would_round_is_refused(lanes, reward):
     with pytest.raises(td.SchemaError, match=f"'reward'.* is {int(reward)}, which"):
         rb.add_step(**step, reward=rewards)
     assert len(rb) == 2 * lanes
+
+
+def test_a_masked_reset_leaves_the_other_episodes_ended():
+    env = SyncVectorEnv(
+        [partial(Walk, "box", 2)] * 3, autoreset_mode=AutoresetMode.DISABLED
+    )
+    rb = td.ReplayBuffer.from_env(env, 30)
+    recorder = td.GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    recorder.step(np.zeros(3, np.int64))  # ends all episodes
+    recorder.reset(options={"reset_mask": np.array([True, False, True])})
+    with pytest.raises(RuntimeError, match=r"the episode has ended in lanes \[1\]"):
+        recorder.step(np.zeros(3, np.int64))
+    assert len(rb) == 3
+    recorder.reset(options={"reset_mask": np.array([False, True, False])})
+    recorder.step(np.zeros(3, np.int64))
+    assert len(rb) == 6

@@ -362,6 +362,20 @@ def test_a_sampler_that_could_not_draw_grows_with_the_rows_before_an_update(cls)
     sampler.priorities.rule.check()
 
 
+def test_a_copy_of_a_shared_sampler_can_grow() -> None:
+    shared: Any = ReplayBuffer(
+        storage=PackedStorage(8, shared=True), sampler=ProportionalSampler(8)
+    )
+    rows = TensorDict({"x": torch.arange(20)}, [20])
+    shared.extend(rows[:8])
+    sampler = copy.deepcopy(shared.sampler)
+    sampler._empty()
+    rb: Any = ReplayBuffer(storage=PackedStorage(20), sampler=sampler)
+    rb.extend(rows)
+    assert rb.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
+    assert len(shared.sample(30)) == 30
+
+
 # -- importance weights that stay small are reported once
 
 

@@ -419,6 +419,21 @@ def test_cells_whose_rows_a_write_has_given_up_are_zeros():
     assert rb.chronological()["x"].tolist() == [6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_rows_that_were_published_but_not_announced_are_new(sampler: Any):
+    rb = ReplayBuffer(storage=PackedStorage(8), sampler=sampler(8))
+    rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
+    rb.update_priority(torch.arange(8), torch.arange(3.0, 11.0))
+    highest = rb.sampler.priority(torch.tensor([7])).item()
+    rb.storage.ring.begin(np.array([2]))
+    rb.storage.ring.publish()  # of a process that dies here
+    rb.storage.recover()
+    priority = rb.sampler.priority(torch.arange(8)).tolist()
+    assert priority[:2] == [highest] * 2
+    assert priority[2:] == sorted(priority[2:])
+    assert priority[2] < highest
+
+
 @pytest.mark.parametrize("form", ["numba", "torch"])
 def test_a_write_whose_news_is_interrupted_is_finished(form: str):
     storage, heard = PackedStorage(CAPACITY), []

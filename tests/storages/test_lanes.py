@@ -3,6 +3,7 @@ every order."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from rlbuf_td.diagnostics.doctor import check as examine
 from tests import model as m
 from tests.model import Model, World
 from tests.statistics import assert_follows
+from tests.test_lockstep import forked
 
 
 def unlike(
@@ -177,3 +179,25 @@ def test_an_age_counts_the_rows_that_the_lane_has_got_since() -> None:
     index = world.rb.sample()["index"].tolist()
     ages = [m.age(world.model, world.model.row(*cell)) for cell in index]
     assert world.rb.health()["age_max"] == max(ages)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_actor_that_inherits_a_lane_begins_an_episode() -> None:
+    storage = PackedStorage(20, ndim=2, lanes=2, shared=True)
+    lane = ReplayBuffer(storage=storage).lane(0)
+
+    def act() -> None:
+        for _ in range(2):
+            lane.add_step(
+                observation=0.0,
+                action=0.0,
+                reward=0.0,
+                next_observation=0.0,
+                terminated=False,
+                truncated=False,
+            )
+
+    act()
+    assert forked(act) == 0
+    lengths = TrajectoryIndex(storage).length(torch.arange(4) * 2)
+    assert lengths.tolist() == [2] * 4

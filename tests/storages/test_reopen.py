@@ -675,3 +675,20 @@ def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
     number, again = magnitudes(buffer(tmp_path, 0, name))
     assert torch.equal(number, there)
     assert torch.equal(again, magnitude)
+
+
+def test_the_largest_magnitude_goes_with_the_rows_that_had_it(tmp_path: Path) -> None:
+    def opened(sampler: Any) -> Any:
+        storage = PackedStorage(CAPACITY, scratch_dir=tmp_path, reopen=True)
+        return ReplayBuffer(storage=storage, sampler=sampler)
+
+    data = TensorDict({"x": torch.arange(CAPACITY)}, [CAPACITY])
+    with opened(ProportionalSampler(CAPACITY)) as rb:
+        rb.extend(data)
+        rb.update_priority(torch.arange(CAPACITY), 50.0)
+    with opened(UniformSampler()) as rb:
+        rb.extend(data)
+    with pytest.warns(UserWarning, match="were reopened without a priority"):
+        rb = opened(ProportionalSampler(CAPACITY))
+    assert (rb.sampler.priority(torch.arange(CAPACITY)) == 1.0).all()
+    assert rb.sampler.default_priority == 1.0
