@@ -993,3 +993,17 @@ def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
     )
     with pytest.raises(CheckpointError, match="flow control needs 6 whole numbers"):
         other.buffer().loads(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_shards": 0}, "num_shards must be a whole number"),
+        ({"samples_per_insert": -1}, "samples_per_insert must be a positive number"),
+        ({"prefetch": -1}, "prefetch must be a whole number"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    settings: dict[str, Any] = {"num_shards": 2, "make_buffer": td.ReplayBuffer}
+    with pytest.raises(ValueError, match=message):
+        td.distributed.ShardedReplayBuffer(**settings | arguments)
