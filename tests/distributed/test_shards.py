@@ -1033,3 +1033,17 @@ def test_rows_that_wait_in_a_shard_are_removed_with_the_others():
     assert len(whole) == 0
     writer.extend(rows(600, 8))
     assert set(whole.sample(16)["id"].tolist()) <= {*range(600, 608)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_shards": 0}, "num_shards must be a whole number"),
+        ({"samples_per_insert": -1}, "samples_per_insert must be a positive number"),
+        ({"prefetch": -1}, "prefetch must be a whole number"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    settings: dict[str, Any] = {"num_shards": 2, "make_buffer": td.ReplayBuffer}
+    with pytest.raises(ValueError, match=message):
+        td.distributed.ShardedReplayBuffer(**settings | arguments)
