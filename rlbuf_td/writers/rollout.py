@@ -281,7 +281,7 @@ class RolloutWriter(TimeWriter, Completes):
                 room = f"a rollout takes {steps} steps and {cursor} are written: {count} more do not fit"
                 remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
                 raise ValueError(f"{room}. {remedy}")
-            write.data = _with_entries(data, self.added_entries(data))
+            write.replace_data(_with_entries(data, self.added_entries(data)))
             write.begins_anew = not cursor
             return super().write(write)
 
