@@ -152,8 +152,6 @@ class _Memory(NamedTuple):
 
     reading: Reading  # gathers the rows
     slots: BatchSlots  # empty batches
-    # for the drawn rows, ``[B]``; None: they are the index of a batch
-    rows: Tensor | None
     scratch: Tensor  # for random numbers, ``[B]`` float64
     kernel: Any  # gathers the rows; None: the reading does more
 
@@ -199,16 +197,14 @@ class CompiledPlan(Plan):
         ready = memory.slots.ready
         # `take` does the same: a call of it would take as long as the rest of this line
         slot = ready.pop() if ready else memory.slots.take()
-        # draw straight into the batch, unless a row is drawn for several of its rows
-        flat = slot.report["index"] if memory.rows is None else memory.rows
-        weights = memory.reading.anchor_weights or slot.report
-        self.draw_into(self.storage, live, flat, weights, memory.scratch)
+        flat = slot.flat
+        self.draw_into(self.storage, live, flat, slot.weights, memory.scratch)
         cells = live.rows if live.are_cells else self._cells_with(flat)
         if memory.kernel is not None:
             # the kernel alone, where the reading would only call it
             is_filled = memory.kernel(
                 memory.reading.address,
-                flat.data_ptr(),
+                slot.flat_at,
                 slot.targets,
                 cells,
                 0,  # the first row to gather
@@ -233,7 +229,7 @@ class CompiledPlan(Plan):
         count = drawn.shape[0]
         memory = self.memories.get(count) or self._make(count)
         slot = memory.slots.take()
-        flat = slot.report["index"] if memory.rows is None else memory.rows
+        flat = slot.flat
         flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         cells = live.rows if live.are_cells else self._cells_with(flat)
         if not self._fill(memory, slot, flat, cells):
@@ -286,19 +282,27 @@ class CompiledPlan(Plan):
             is_weighted = (
                 self.is_stamped
                 and self.draw_into is not None
-                and not reading.anchor_weights
+                and reading.anchor_weights is None
             )
             named = reading.named()
             if is_weighted:
                 named.append(WEIGHT)
-            layout = reading.rows.layout
-            slots = BatchSlots(layout, named, reading.size, self.is_complete)
-            rows = None
+            drawn = None
+            # draw straight into the batch, unless a row is drawn for several of its
+            # rows
             if reading.lanes or reading.window > 1:
-                rows = torch.zeros(count, dtype=torch.int64, device="cpu")
+                drawn = torch.zeros(count, dtype=torch.int64, device="cpu")
+            slots = BatchSlots(
+                reading.rows.layout,
+                named,
+                reading.size,
+                is_complete=self.is_complete,
+                drawn=drawn,
+                weights=reading.anchor_weights,
+            )
             scratch = torch.zeros(count, dtype=torch.float64, device="cpu")
         kernel = reading.single_call(count) if self.wrapper is None else None
-        memory = _Memory(reading, slots, rows, scratch, kernel)
+        memory = _Memory(reading, slots, scratch, kernel)
         self.memories[count] = memory
         return memory
 
@@ -308,15 +312,15 @@ def plan_of(
 ) -> CompiledPlan | TorchPlan:
     """Return the plan of a storage and a sampler, with memory for batches of ``size``
     rows."""
-    if storage.is_launched:
-        return TorchPlan(storage, sampler, why_not_launched(sampler, storage, "works"))
     reason = why_not_compiled(storage) or _why_not_gathered(storage)
-    if reason:
-        return TorchPlan(storage, sampler, reason)
-    try:
-        return CompiledPlan(storage, sampler, size)
-    except Uncompiled as cannot:
-        return TorchPlan(storage, sampler, str(cannot))
+    if not reason:
+        try:
+            return CompiledPlan(storage, sampler, size)
+        except Uncompiled as cannot:
+            reason = str(cannot)
+    elif storage.is_launched:
+        reason = why_not_launched(sampler, storage, "works")
+    return TorchPlan(storage, sampler, reason)
 
 
 def _draws_itself(sampler: Sampler) -> bool:
@@ -339,7 +343,8 @@ def why_not_launched(sampler: object, storage: PackedStorage, what: str) -> str:
 def _why_not_gathered(storage: PackedStorage) -> str:
     """Say in one line why the rows of a storage in host memory have no compiled
     reading; "" if they have one."""
-    if not len(storage):  # a sampler says so; a reading would look up episodes first
+    # a sampler says so; a reading would look up episodes first
+    if not storage.ring.numbered().rows:
         return "there are no rows"
     for name in ("gather", "get", "written_rows", "all_rows"):
         method = getattr(storage, name)

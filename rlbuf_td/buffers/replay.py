@@ -1402,8 +1402,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
         if self.parts.writes_directly and time_dim == 1 and ndim == 2:
             write.lanes_first = True
             return
-        write.data = reshaped(data, lambda data: data.transpose(time_dim, 0))
-        write.leaves = write.layout = None
+        write.replace_data(reshaped(data, lambda data: data.transpose(time_dim, 0)))
 
     def step_writer(self, staged: StagedStep, lane: int | None = None) -> StepWriter:
         """Return what writes a staged step to this buffer; recorders use it."""

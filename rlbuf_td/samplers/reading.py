@@ -50,13 +50,21 @@ class BatchSlot(NamedTuple):
     leaves: list[Tensor]  # the stored entries, in the order of the layout
     batch: TensorDict  # of the leaves
     report: dict[str, Tensor]  # all other entries by name
+    flat: Tensor  # for the drawn rows
+    flat_at: int  # its address
+    weights: Mapping[str, Tensor]  # for the weights of the drawn rows, by name
 
 
 class BatchSlots:
-    """Allocates batches of ``size`` rows, several at a time.
+    """Allocates batches, several at a time.
 
-    ``named`` are their entries besides the leaves, which a batch has from the start if
-    it ``is_complete``.
+    Args:
+        layout: the layout of their rows.
+        named: their entries besides the leaves.
+        size: their number of rows.
+        is_complete: whether batches have these entries from the start.
+        drawn: memory for the drawn rows, ``[B]``; None: they are the index of a batch.
+        weights: memory for their weights; None: the weights are an entry of a batch.
     """
 
     def __init__(
@@ -64,20 +72,24 @@ class BatchSlots:
         layout: RowLayout,
         named: Sequence[Named],
         size: int,
-        is_complete: bool = False,
+        *,
+        is_complete: bool,
+        drawn: Tensor | None,
+        weights: Mapping[str, Tensor] | None,
     ) -> None:
-        self.is_complete = is_complete
+        self.is_complete, self.drawn, self.weights = is_complete, drawn, weights
         self.layout = layout
-        self.names = [name for name, _ in named]
-        entries = [
-            *((leaf.dtype, leaf.shape) for leaf in layout.leaves),
-            *(entry for _, entry in named),
-        ]
-        tensors = [(dtype, torch.Size([size, *shape])) for dtype, shape in entries]
-        self.memory, self.expected = LeafMemory(tensors), HostTensors(tensors)
+        entries = dict(named)
+        self.names = [*entries]
+        columns = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
+        columns += entries.values()
+        self.tensors = [(dtype, torch.Size([size, *shape])) for dtype, shape in columns]
+        self.memory = LeafMemory(self.tensors)
+        # recognizes the tensors of a batch; None: no function of the user has seen one
+        self.expected: HostTensors | None = None
         # addresses of the tensors of each batch
-        self.targets = np.empty((self.memory.ahead, len(entries)), np.int64)
-        self.set_targets = Struct(f"{len(entries)}q").pack_into
+        self.targets = np.empty((self.memory.ahead, len(columns)), np.int64)
+        self.set_targets = Struct(f"{len(columns)}q").pack_into
         self.address = self.targets.ctypes.data
         self.batch_size = torch.Size([size])
         self.ready = cast("list[BatchSlot]", [])
@@ -101,11 +113,17 @@ class BatchSlots:
         batch = self.layout.wrap(
             tensors, self.batch_size, _CPU, report if self.is_complete else {}
         )
-        return BatchSlot(targets, tensors[:count], batch, report)
+        flat = report["index"] if self.drawn is None else self.drawn
+        weights = report if self.weights is None else self.weights
+        leaves = tensors[:count]
+        flat_at = flat.data_ptr()
+        return BatchSlot(targets, leaves, batch, report, flat, flat_at, weights)
 
     def locate(self, slot: BatchSlot) -> None:
         """Store the addresses of a batch's tensors again: a function of the user may
         have moved or freed them."""
+        if self.expected is None:
+            self.expected = HostTensors(self.tensors)
         addresses = self.expected.addresses([*slot.leaves, *slot.report.values()])
         if addresses is None:
             raise RuntimeError(
@@ -130,8 +148,8 @@ class Reading:
 
     entries: Sequence[Named] = ()  # what is added to the batch
     window = 1  # the rows of a batch per drawn row
-    # the weights of the anchors, if not those of the rows of a batch
-    anchor_weights: Mapping[str, Tensor] = {}
+    # the weights of the anchors; None: they are those of the rows of a batch
+    anchor_weights: Mapping[str, Tensor] | None = None
 
     def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         self.storage = storage

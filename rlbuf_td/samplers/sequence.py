@@ -671,14 +671,13 @@ class _WindowReading(Reading):
             is_stamped and self.window > 1 and wrapper.find_draw_into() is not None
         )
         self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added]
+        weight = torch.zeros(count, dtype=torch.float32, device="cpu")
+        names = ["mask", "burn_in_mask", "anchor_index"]
         if is_weighted:
             self.entries.append(WEIGHT)
-        weight = torch.zeros(count, dtype=torch.float32, device="cpu")
-        self.anchor_weights = {"priority_weight": weight} if is_weighted else {}
-        targets = {
-            name: self.target_of(name)
-            for name in ("mask", "burn_in_mask", "anchor_index", *self.anchor_weights)
-        }
+            self.anchor_weights = {"priority_weight": weight}
+            names.append("priority_weight")
+        targets = {name: self.target_of(name) for name in names}
         self.flags = self.targets_of(wrapper.flag_keys)
         self.bounds = np.zeros((count, 2), np.int64)
         if adds_init:

@@ -38,8 +38,8 @@ class SharedNumbers:
     def _take(self, memory: bytearray | memoryview) -> None:
         # read and set in half the time of a ctypes array
         view: Any = memoryview(memory)
-        self.values = view.cast(self._kind)
-        self.address = addressof(c_byte.from_buffer(memory))
+        values, address = view.cast(self._kind), addressof(c_byte.from_buffer(memory))
+        self.values, self.address = values, address  # at once: an interrupt may come
 
     def set(self, values: Sequence[float]) -> None:
         """Set all numbers at once: an interrupt leaves all or none of them changed."""

@@ -182,6 +182,11 @@ class Write:
     leaves: list[Any] | None = None
     layout: RowLayout | None = None
 
+    def replace_data(self, data: Any) -> None:
+        """Write other data, whose entries have not been found."""
+        self.data = data
+        self.leaves = self.layout = None
+
     def lead_dims(self, ndim: int) -> int:
         """Return the number of dims of the data that number rows of a storage of this
         ``ndim``."""

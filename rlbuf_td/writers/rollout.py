@@ -283,7 +283,7 @@ class RolloutWriter(TimeWriter, Completes):
                     f"{count} more do not fit. Write the rest of it first, or make "
                     "the storage as long as a collector's batch"
                 )
-            write.data = _with_entries(data, self.added_entries(data))
+            write.replace_data(_with_entries(data, self.added_entries(data)))
             write.begins_anew = not cursor
             return super().write(write)
 

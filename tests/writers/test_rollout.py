@@ -192,9 +192,12 @@ def test_estimates_are_nan_until_the_last_step_of_a_rollout():
     rb = rollouts(world, 4)
     assert not rb.writer.is_complete
     write(rb, world.steps(4), "whole")
+    names = "advantage", "value_target", "state_value"
     for n, step in enumerate(world.steps(4).unbind(1), start=1):
         assert rb.writer.is_complete == (n == 1)
-        rb.add(step)
+        # those in the data, as of a batch, are not stored
+        estimates = {name: torch.ones(2, 1) for name in names}
+        rb.add(step.clone().update(estimates) if n > 1 else step)
         assert (rb.writer.steps, len(rb)) == (n, 2 * n)
         assert rb.storage["advantage"].isnan().all() == (n < 4)
     assert (rb.writer.is_complete, rb.write_count) == (True, 16)
