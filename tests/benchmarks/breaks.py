@@ -953,13 +953,6 @@ BREAKS = [
         "tests/storages/test_reopen.py -k is_loaded_alone",
     ),
     Break(
-        "rows that a kill left unannounced keep the old priority",
-        "samplers/priorities.py",
-        "        is_old[new.to(self.device)] = False\n",
-        "",
-        "tests/storages/test_kill.py -k not_announced",
-    ),
-    Break(
         "a copy of a shared sampler cannot grow",
         "samplers/priorities.py",
         '            "is_shared": is_spawning,\n',

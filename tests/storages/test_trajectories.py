@@ -427,15 +427,16 @@ def test_keys_that_are_named_after_the_rows_find_the_same_episodes(shared) -> No
     found = []
     for is_early in (True, False):
         storage = PackedStorage(8, shared=shared)
-        index = None
         if is_early:
-            index = TrajectoryIndex(storage, done_key="end", traj_key=None)
+            TrajectoryIndex(storage, done_key="end", traj_key=None)
         ends = torch.zeros(13, dtype=torch.bool)
         ends[[7, 9]] = True  # the beginning of the oldest episode is gone
         rb: Any = ReplayBuffer(storage=storage)
-        rb.extend(stored(0, [0] * 13, with_ids=False).set("end", ends))
-        if index is None:
-            index = TrajectoryIndex(storage, done_key="end", traj_key=None)
+        data = stored(0, [0] * 13, with_ids=True).set("end", ends)
+        rb.extend(data[:11])
+        rb.load_state_dict(rb.state_dict())  # a break for those with ids
+        rb.extend(data[11:])
+        index = TrajectoryIndex(storage, done_key="end", traj_key=None)
         first, length = index.whole(only_finished=False)
         found.append((reach(index, 8), first.tolist(), length.tolist()))
     assert found[0] == found[1]
