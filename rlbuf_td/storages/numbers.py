@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import addressof, c_byte
 from multiprocessing.context import get_spawning_popen
+from operator import index
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class SharedNumbers:
     ``values``, the memory, which compiled code finds at ``address``.
 
     Args:
-        kind: ``"q"`` for integers, ``"d"`` for floats.
+        kind: ``"q"`` for integers, which wrap at 2**63, ``"d"`` for floats.
         values: the numbers.
     """
 
@@ -33,7 +34,7 @@ class SharedNumbers:
         self._kind = kind
         # the file of the numbers, and where they begin in it
         self._place: tuple[SharedFile, int] | None = None
-        self._take(bytearray(array(kind, values)))
+        self._take(bytearray(array(kind, map(self._held, values))))
 
     def _take(self, memory: bytearray | memoryview) -> None:
         # read and set in half the time of a ctypes array
@@ -43,7 +44,13 @@ class SharedNumbers:
 
     def set(self, values: Sequence[float]) -> None:
         """Set all numbers at once: an interrupt leaves all or none of them changed."""
-        self.values[:] = array(self._kind, values)
+        self.values[:] = array(self._kind, map(self._held, values))
+
+    def _held(self, number: Any) -> Any:
+        """Return a number as 64 bits hold it."""
+        if self._kind == "q":
+            return (index(number) + 2**63) % 2**64 - 2**63
+        return number
 
     def share_memory_(self) -> SharedNumbers:
         if self._place is None:
@@ -66,7 +73,7 @@ class SharedNumbers:
         return self.values[position]
 
     def __setitem__(self, position: int, value: float) -> None:
-        self.values[position] = value
+        self.values[position] = self._held(value)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values.tolist())
