@@ -41,8 +41,8 @@ from rlbuf_td import (
     schema_of,
 )
 from rlbuf_td.storages.writes import Write
-from tests.catalogue import SAMPLERS
-from tests.storages.test_kill import check_priorities, rows
+from tests.catalogue import SAMPLERS, numbered_rows
+from tests.storages.test_kill import check_priorities
 from tests.test_lockstep import forked, stopped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -103,14 +103,14 @@ def test_workers_that_start_one_after_another_write_every_row(method):
 
 
 def _extend(rb: ReplayBuffer, start: int) -> None:
-    rb.extend(rows(start, 5))
+    rb.extend(numbered_rows(5, start, every=4))
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 def test_priorities_and_settings_are_everybodys(sampler):
     rb = make(sampler)
     rb.share()
-    rb.extend(rows(0, 20))
+    rb.extend(numbered_rows(20, every=4))
 
     def learn() -> None:
         rb.update_priority(torch.arange(20), torch.arange(20.0) - 30.0)
@@ -132,7 +132,7 @@ def test_priorities_and_settings_are_everybodys(sampler):
     )
     expected = (weights / weights.sum()).double()
     assert torch.allclose(rb.sampler.probability(torch.arange(20)), expected, atol=1e-6)
-    elsewhere(rb.extend, rows(20, 3))
+    elsewhere(rb.extend, numbered_rows(3, 20, every=4))
     assert rb.sampler.priority(torch.arange(20, 23)).tolist() == [30.0] * 3
     check_priorities(rb)
 
