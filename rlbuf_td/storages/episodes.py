@@ -357,7 +357,8 @@ class Episodes:
         self.following[BACK_OF_NEXT, lane] = -1
 
     def invalidate(self) -> None:
-        """Let the next look-up build the numbers again from flags, ids and breaks."""
+        """Let the next look-up, or write, build the numbers again from flags, ids and
+        breaks."""
         self.ring.numbers[EPISODES_STALE] = True
 
     def forget(self) -> None:

@@ -460,7 +460,7 @@ class PackedStorage(LazyTensorStorage):
     def _mutation_revision(self) -> int:
         return self._ring.numbers[REVISION]
 
-    def _take_edits(self) -> None:
+    def take_edits(self) -> None:
         """Note edits in place, through views that users have received."""
         if self.rows is not None and self.rows.exported.take_edits():
             self._bump_mutation_revision()
@@ -469,7 +469,7 @@ class PackedStorage(LazyTensorStorage):
     def revision(self) -> int:
         """The number of changes of the rows so far: writes, loads, and edits in
         place."""
-        self._take_edits()
+        self.take_edits()
         return self._ring.numbers[REVISION]
 
     @property
@@ -587,7 +587,7 @@ class PackedStorage(LazyTensorStorage):
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
         """
-        self._take_edits()
+        self.take_edits()
         # without rows, the property looks for those that another process has allocated
         ring = self._ring if self.rows is not None else self.ring
         episodes = self.episodes
@@ -829,7 +829,7 @@ class PackedStorage(LazyTensorStorage):
         as their classes state it."""
         with self.lock:
             self.ring.check()
-            self._take_edits()
+            self.take_edits()
             if self.episodes is not None:
                 self.episodes.check()
             if isinstance(self.rows, DedupRows):
@@ -1316,7 +1316,7 @@ class PackedStorage(LazyTensorStorage):
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL
         reads."""
-        self._take_edits()
+        self.take_edits()
         self.epoch += 1
         has_shape = self.rows is not None and self.rows.shape == rows.shape
         episodes = self.episodes if has_shape else None
@@ -1421,6 +1421,9 @@ class PackedStorage(LazyTensorStorage):
         self._ring.numbers[REVISION] += 1
 
     def _remove_rows(self) -> None:
+        self.take_edits()
+        if self.episodes is not None:
+            self.episodes.refresh()  # the next rows go on with the newest episodes
         self.ring.empty()
         if self.rows is not None:
             self.rows.forget()

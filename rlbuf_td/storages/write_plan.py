@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from rlbuf_td.storages.torchrl_parts import listeners_of
 from rlbuf_td.storages.writes import StagedRows, Write
 
 if TYPE_CHECKING:
+    from rlbuf_td.storages.episodes import Episodes
     from rlbuf_td.storages.packed import PackedStorage
     from rlbuf_td.storages.ring import Ring
 
@@ -142,6 +143,7 @@ class CompiledWrites(WritePlan):
         """See :class:`WritePlan`; for staged rows, the slot of the first one."""
         ring = self.ring
         entries = self.entries
+        storage.take_edits()
         priorities = self.priorities if write.is_told else None
         leaves: list[Tensor] = []
         index = None
@@ -273,6 +275,8 @@ class CompiledWrites(WritePlan):
             storage.recover()
         elif code == self.codes.UNWEIGHED:
             self.priorities.rule.refresh_weights()
+        elif code == self.codes.EDITED:
+            cast("Episodes", storage.episodes).refresh()
         # a row could be read after it was overwritten
         elif code == self.codes.OVERLAPPING:
             leaves = [leaf.clone() for leaf in leaves]
@@ -322,8 +326,11 @@ class TorchWrites(WritePlan):
         if write.lanes_first:
             leaves = [leaf.transpose(0, 1) for leaf in leaves]
         storage.enter()
+        storage.take_edits()
         if ring.dirty:  # a thread was interrupted while it recovered
             storage.recover()
+        if episodes is not None:
+            episodes.refresh()
         new = new_rows(ring, write.lanes, count)
         if lead != new.cells.shape:
             leaves = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
+from tests.backends import forced
 from tests.catalogue import numbered_rows
 from tests.test_lockstep import forked
 
@@ -734,3 +735,40 @@ def test_rows_without_order_are_not_continued_as_if_they_had_one() -> None:
     rb.set_writer(RingWriter())
     rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
     assert rb.chronological()["x"].tolist() == [1, 2, 3, 4]
+
+
+ENDS = ("next", "done"), ("next", "terminated")
+EDITS: dict[str, Callable[[Any, TensorDict], object]] = {
+    "entries": lambda rb, row: [rb.set_at_(key, row[key], [1]) for key in ENDS],
+    "a row": lambda rb, row: rb.storage.set([1], row, set_cursor=False),
+    "a view": lambda rb, row: rb.storage[:][1:2].update_(row),
+}
+WRITES: dict[str, Callable[[Any], object]] = {
+    "extend": lambda rb: rb.extend(rb.storage[[0, 0]]),
+    "add": lambda rb: [rb.add(rb.storage[[0]][0]) for _ in range(2)],
+    "add_step": lambda rb: [play(rb, False) for _ in range(2)],
+    "add after all are removed": lambda rb: [rb.storage._empty(), play(rb, False)],
+}
+
+
+def play(rb: Any, terminated: bool) -> None:
+    numbers = dict.fromkeys(("observation", "action", "reward", "next_observation"), 0)
+    rb.add_step(**numbers, terminated=terminated, truncated=False)
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_counts_if_its_row_is_replaced_before_anybody_looks(
+    edit: Any, write: Any, backend: Any
+) -> None:
+    """The second row is edited: it ends no episode, so that the third begins none.
+    After two more rows, the episode of the oldest row has begun before it."""
+    with forced(backend):
+        rb: Any = ReplayBuffer(storage=PackedStorage(4))
+        for terminated in (False, True, False, False):
+            play(rb, terminated)
+        edit(rb, rb.storage[[0]])
+        write(rb)
+        first, _ = TrajectoryIndex(rb.storage).whole(only_finished=False)
+        assert first.tolist() == []

@@ -34,6 +34,7 @@ from rlbuf_td.kernels.rows import entries_cpu
 from rlbuf_td.kernels.serials import (
     AFTER,
     DIRTY,
+    EPISODES_STALE,
     IDLE,
     NEXT_PUBLICATION,
     NEXT_ROWS_WRITTEN,
@@ -56,8 +57,9 @@ from rlbuf_td.kernels.sum_tree.cpu import fill, update
 # what `write` returns, instead of a slot, if rows were written to ragged lanes
 IN_CELLS = -1
 #: Why nothing was written: the write before did not end; weights are those of another
-#: alpha; the data lies in the rows; a lane is out of range.
-UNFINISHED, UNWEIGHED, OVERLAPPING, NO_LANE = range(-2, -6, -1)
+#: alpha; the data lies in the rows; a lane is out of range; what ends episodes was
+#: edited, and nobody has looked them up since.
+UNFINISHED, UNWEIGHED, OVERLAPPING, NO_LANE, EDITED = range(-2, -7, -1)
 # bytes of leaves that are copied past the caches if the rows have more bytes than this:
 _LARGE = 1_024
 _STREAMED = 16 << 20
@@ -172,6 +174,9 @@ def _refusal(ring, block, lane_ids, priorities, counts):
     which holds the rows of all."""
     if block[DIRTY] != IDLE:
         return UNFINISHED
+    # the rows that are about to go tell where episodes of later ones begin
+    if ring.episodes and block[EPISODES_STALE]:
+        return EDITED
     if priorities:
         record = carray(pointer(priorities), 1, UPDATE)[0]
         if record.alpha and load(record.alpha, np.float64) != load(
