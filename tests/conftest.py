@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -146,6 +146,20 @@ LONGEST += [
     "16_world",
 ]
 LONGEST += ["15_multi", "13_recipes", "20_more", "test_wheel", "test_kill.py"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let a test module that cannot be imported fail; pytest skips it for the sake of
+    the package's modules, some of which need extras."""
+    report = yield
+    cause = str(report.longrepr)
+    if report.skipped and "unable to import module" in cause:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} cannot be imported: {cause}"
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

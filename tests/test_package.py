@@ -171,6 +171,20 @@ def test_files_that_the_package_and_its_documents_name_exist():
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
+@pytest.mark.slow
+def test_a_test_module_that_cannot_be_imported_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("from rlbuf_td import no_such_name\n")
+    options = "-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "--rootdir"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, tmp_path, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "cannot be imported" in run.stdout
+    assert run.returncode == pytest.ExitCode.INTERRUPTED
+
+
 def test_everything_that_the_package_imports_is_declared():
     text = (ROOT / "pyproject.toml").read_text()
     declared = set(
