@@ -61,6 +61,7 @@ from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict, set_entries_
+from rlbuf_td.storages.writes import as_integers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -835,10 +836,10 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
             "the batch has no 'source', the member of each row: pass a batch of this mixture"
         )
     positions = {*source.flatten().tolist()}
-    is_plain = source.ndim == 1 and source.dtype is torch.int64
+    is_plain = source.ndim == 1 and as_integers(source) is not None
     if not (is_plain and positions <= {*range(len(names))}):
         raise IndexError(
-            f"'source' must hold one position in {[*names]} per row, [B] int64, got "
+            f"'source' must hold one position in {[*names]} per row, [B] integers, got "
             f"{source.dtype} {[*positions]} of shape {[*source.shape]}"
         )
     return {

@@ -199,6 +199,10 @@ class CompiledPlan(Plan):
         slot = ready.pop() if ready else memory.slots.take()
         flat = slot.flat
         self.draw_into(self.storage, live, flat, slot.weights, memory.scratch)
+        if flat.data_ptr() != slot.flat_at:  # by the method of a user
+            raise RuntimeError(
+                f"{type(self.sampler).__name__}.draw_into has moved or freed the memory of the rows: fill it in place"
+            )
         cells = live.rows if live.are_cells else self._cells_with(flat)
         if memory.kernel is not None:
             # the kernel alone, where the reading would only call it

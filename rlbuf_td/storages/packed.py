@@ -660,8 +660,9 @@ class PackedStorage(LazyTensorStorage):
         if is_view and not (self.ring.holes and self.ndim == 1):
             return rows.at_region(index)
         cells = rows.cells_of(index)
-        names_rows = not rows.lanes or is_tuple or (is_mask(index) and index.ndim > 1)
-        if names_rows:  # in whole time steps, holes are zeros
+        if not rows.lanes or _names_lanes(
+            index
+        ):  # in whole time steps, holes are zeros
             self.refuse_holes(cells)
         return rows.at_region(index) if is_view else rows.at_cells(cells)
 
@@ -864,12 +865,14 @@ class PackedStorage(LazyTensorStorage):
             TypeError: ``data`` is not a TensorDict.
         """
         single = isinstance(cursor, int | np.integer) or (
-            isinstance(cursor, torch.Tensor) and not cursor.ndim
+            isinstance(cursor, torch.Tensor | np.ndarray) and not cursor.ndim
         )
         selects = isinstance(cursor, tuple) or is_mask(cursor)
         data = self.as_rows(data, 1 if selects else self.ndim - single)
         with self.lock:  # writes of a buffer already hold the lock
             if selects or not set_cursor:
+                if not len(self):
+                    raise IndexError("cannot edit rows: none have been written")
                 cells = self.written_rows().cells_of(cursor)
                 return self.edit_entries(cells, self._entries_in(data, cells.shape))
             if not self.ring.are_aligned:
@@ -1252,9 +1255,9 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def is_class_fixed(self) -> bool:
-        """Whether the rows keep their class also without rows, because other processes
-        have found it with them."""
-        return self.shared and self.rows is not None
+        """Whether the rows keep their class when all are removed, because other
+        processes have found it with them, or will."""
+        return self.shared_rows is not None and self.rows is not None
 
     def steps_for(self, lanes: torch.Size) -> int:
         """Return T, the slots of each of ``lanes``."""
@@ -1739,3 +1742,12 @@ class PackedStorage(LazyTensorStorage):
         head = f"{name}({len(self):,} of {self.max_size:,} rows, shape {tuple(rows.shape)}, "
         head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {location}"
         return "\n".join((head, *lines, ")"))
+
+
+def _names_lanes(index: Any) -> bool:
+    """Whether an index selects rows by their lanes, and not whole time steps."""
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    return (is_mask(first) and first.ndim > 1) or not all(
+        part is Ellipsis or (isinstance(part, slice) and part == slice(None))
+        for part in others
+    )

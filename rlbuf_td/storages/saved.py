@@ -166,15 +166,19 @@ class SavedRows:
     def put(self, rows: Rows | None) -> None:
         """Replace the rows of the storage by what :meth:`read` has returned."""
         storage, content = self.storage, self.content
+        row_class, storage.row_class = storage.row_class, content["row_class"]
         if rows is not None:
-            storage.adopt(rows)
+            try:
+                storage.adopt(rows)  # other processes find the class with the rows
+            except BaseException:
+                storage.row_class = row_class
+                raise
         else:
             storage.enter()
             storage.ring.give_up()
             storage.all_rows().restore_(self.matrix, self.entries)
         storage.epoch += 1
         storage.is_reserved = content.get("reserved", False)
-        storage.row_class = content["row_class"]
         storage.ring.load(content["ring"])
         storage.load_episodes(content.get("episodes"))
         storage.ring.numbers[REVISION] += 1

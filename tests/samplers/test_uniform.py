@@ -267,6 +267,26 @@ def test_a_subclass_may_draw_into_given_memory():
     assert rb.sample()["x"].tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda flat: flat.share_memory_(),
+        lambda flat: flat.resize_(1_000),
+        lambda flat: flat.untyped_storage().resize_(0),
+    ],
+)
+def test_a_subclass_may_not_move_the_memory_that_it_draws_into(move):
+    class Moving(UniformSampler):
+        def draw_into(self, storage, live, flat, report, scratch) -> None:
+            super().draw_into(storage, live, flat, report, scratch)
+            move(flat)
+
+    rb = ReplayBuffer(storage=PackedStorage(5), sampler=Moving(), batch_size=3)
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    with pytest.raises(RuntimeError, match="draw_into has moved"):
+        rb.sample()
+
+
 # -- epochs of minibatches
 
 

@@ -143,6 +143,39 @@ def test_one_row_is_set_while_lanes_have_unlike_lengths(storage: Any):
         rb.set_at_("hidden", torch.zeros(2), (5, 1))
 
 
+@pytest.mark.parametrize("first", [5, slice(5, 6), torch.tensor([5])], ids=str)
+def test_holes_are_zeros_in_whole_steps_and_refused_by_lane(first: Any) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, lanes=2))
+    rb.extend(TensorDict({"x": torch.ones(6)}, [6]), lanes=0)
+    rb.extend(TensorDict({"x": torch.ones(5)}, [5]), lanes=1)
+    for index in (first, (first,), (first, slice(None)), (first, ...)):
+        assert rb.storage.get(index)["x"].flatten().tolist() == [1.0, 0.0]
+    for lane in (1, torch.tensor([1])):
+        with pytest.raises(IndexError, match="step 5 of lane 1"):
+            rb.storage.get((torch.tensor([5]), lane))
+
+
+def test_an_index_of_uint8_is_refused_because_torch_takes_it_for_a_mask() -> None:
+    storage = PackedStorage(5)
+    rows = TensorDict({"x": torch.arange(5)}, [5])
+    storage.set(range(5), rows)
+    index = torch.tensor([1, 0, 1, 0, 0], dtype=torch.uint8)
+    for call in (
+        lambda: storage[index],
+        lambda: storage.set(index, rows, set_cursor=False),
+        lambda: storage.edit(lambda data: data.zero_(), index),
+    ):
+        with pytest.raises(IndexError, match=r"index\.bool\(\) or index\.long"):
+            call()
+    assert torch.equal(storage["x"], torch.arange(5))
+
+
+def test_an_edit_before_the_first_write_is_refused() -> None:
+    storage = PackedStorage(5)
+    with pytest.raises(IndexError, match="none have been written"):
+        storage[0] = TensorDict({"x": torch.tensor(1)}, [])
+
+
 @pytest.mark.parametrize(
     "storage", [each for each in STORAGES.values() if each is not PackedStorage]
 )
@@ -395,7 +428,8 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "a range": (range(5, 1, -2), [5, 3]),
     "a list": ([4, -1], [4, 5]),
     "int8": (torch.tensor([4, 1], dtype=torch.int8), [4, 1]),
-    "uint8": (torch.tensor([1, 0], dtype=torch.uint8), [1, 0]),
+    "uint8 of NumPy": (np.array([1, 0], np.uint8), [1, 0]),
+    "a 0-dim array": (np.array(3), 3),
     "uint16 of NumPy": (np.array([1, 0], np.uint16), [1, 0]),
     "a mask": (torch.arange(6) % 4 == 1, [1, 5]),
 }

@@ -206,6 +206,29 @@ def test_processes_learn_the_class_from_the_first_one_that_writes() -> None:
         elsewhere(rb.sample)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_learn_the_class_of_rows_that_are_loaded() -> None:
+    saved = ReplayBuffer(storage=PackedStorage(20))
+    saved.extend(steps(0, 5))
+    rb = ReplayBuffer(storage=PackedStorage(20, shared=True), batch_size=4)
+    elsewhere(rb.storage.load_state_dict, saved.storage.state_dict())
+    assert type(rb.sample()) is Step
+
+
+def test_reopened_rows_have_the_class_of_before(tmp_path: Path) -> None:
+    kept = {"scratch_dir": tmp_path, "reopen": True}
+    with ReplayBuffer(storage=PackedStorage(20, **kept), batch_size=4) as rb:
+        rb.extend(steps(0, 5))
+        rb.empty()
+        rb.extend(steps(0, 5))
+        plain = steps(0, 5).to_tensordict()
+        rb.empty()
+        rb.extend(plain)  # has the fields
+        assert type(rb.sample()) is Step
+    with ReplayBuffer(storage=PackedStorage(20, **kept), batch_size=4) as rb:
+        assert type(rb.sample()) is Step
+
+
 def test_other_classes_are_refused_and_change_nothing() -> None:
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
     rb.extend(steps(0, 5))

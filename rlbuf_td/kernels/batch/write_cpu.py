@@ -57,8 +57,8 @@ from rlbuf_td.kernels.sum_tree.cpu import fill, update
 # what `write` returns, instead of a slot, if rows were written to ragged lanes
 IN_CELLS = -1
 #: Why nothing was written: the write before did not end; weights are those of another
-#: alpha; the data lies in the rows; a lane is out of range; what ends episodes was
-#: edited, and nobody has looked them up since.
+#: alpha; the data lies in the rows; a lane is out of range; after an edit, a load or
+#: a recovery, nobody has looked up episodes.
 UNFINISHED, UNWEIGHED, OVERLAPPING, NO_LANE, EDITED = range(-2, -7, -1)
 # bytes of leaves that are copied past the caches if the rows have more bytes than this:
 _LARGE = 1_024

@@ -265,6 +265,13 @@ class Rows:
         if is_mask(index) and index.shape == self.shape:
             index = torch.as_tensor(index).nonzero(as_tuple=True)
         parts = index if isinstance(index, tuple) else (index,)
+        if any(
+            isinstance(part, torch.Tensor) and part.dtype is torch.uint8
+            for part in parts
+        ):
+            raise IndexError(
+                "an index of uint8 could be a mask or numbers of rows: pass index.bool() or index.long()"
+            )
         integers = [
             part.to(device) for part in map(as_integers, parts) if part is not None
         ]
