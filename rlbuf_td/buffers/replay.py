@@ -1116,7 +1116,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
 
         Cost: O(bytes of the step). The step becomes a TensorDict, and costs as much as
         :meth:`add`, with transforms, statistics, flow control, rows on a GPU, or a
-        writer other than :class:`RingWriter`.
+        writer other than :class:`RingWriter` and :class:`RolloutWriter`.
 
         Example:
             >>> import gymnasium

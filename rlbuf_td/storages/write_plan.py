@@ -1,9 +1,9 @@
 """How rows are written after the newest ones: with compiled code or with torch, chosen
 once for a storage.
 
-:meth:`PackedStorage.advance` is the entrance of all such writes. It makes one of two
-plans, whose writes give the same rows, serials, episodes and counts, and tell the same
-listeners:
+:meth:`PackedStorage.advance` is the entrance of all such writes, except of staged steps,
+which go to a plan directly. It makes one of two plans, whose writes give the same rows,
+serials, episodes and counts, and tell the same listeners:
 
 - :class:`CompiledWrites`, for rows in host memory: one compiled call, which also sets
   the priorities of new rows.

@@ -1,4 +1,4 @@
-"""Samples a whole batch on the CPU in one compiled call."""
+"""Samples or writes a whole batch on the CPU in one compiled call."""
 
 # Several Python calls would be slow, because each learner step evicts Python's code
 # from the processor's caches.
