@@ -268,7 +268,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
             "priority_key",
             "kwargs",
         }
-        if refused := [f"{name}=" for name in kwargs if name in options]:
+        refused = [f"{name}=" for name in kwargs if name in options]
+        if refused:
             require_packed(storage, ", ".join(refused), _THEIRS)
         buffer = TensorDictReplayBuffer(storage=storage, **kwargs)
         refuse_other_storage(buffer.sampler, storage)
@@ -1492,7 +1493,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
     def refuse_lanes(self, argument: str) -> None:
         """Raise a TypeError if single lanes cannot be written; ``argument`` asks for
         them."""
-        if fault := self._initialize().fault_of_lanes:
+        fault = self._initialize().fault_of_lanes
+        if fault:
             raise TypeError(f"{argument} {fault}")
 
     @property

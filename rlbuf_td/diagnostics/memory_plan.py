@@ -136,7 +136,7 @@ class MemoryPlan:
         return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
-        sizes = self.keys
+        sizes = dict(self.keys)
         for key, nbytes in self.saved.items():
             sizes[f"{key} shared"] = -nbytes
         sums = {

@@ -279,11 +279,11 @@ class PettingZooRecorder(Recorder):
 
     def _fill_after(self, e: int, acting: list[str], result: Any) -> None:
         """Fill the result of a step of environment ``e``."""
-        terminated: Mapping[str, Any] = result[2]
+        observed, _, terminated, _, _ = result
         for group in self.groups:
             for number, agent in enumerate(group.agents):
                 is_acting = agent in acting
-                self._fill_next(group, e, number, is_acting, result[0])
+                self._fill_next(group, e, number, is_acting, observed)
                 if is_acting:
                     self._fill_outcome(group, e, number, result)
         is_done = not self.envs[e].agents

@@ -249,8 +249,8 @@ def _is_of_numbers(value: Any) -> bool:
 
 
 def parts_of_step(schema: TensorDict, observation_space: Space) -> dict[str, Paths]:
-    """Return the paths of an observation, an action and a next observation in
-    transitions like ``schema``."""
+    """Return where the entries of an observation, an action and a next observation lie:
+    pairs of a key in transitions like ``schema`` and a path in the value of a space."""
     keys = [key for key, _ in walk(schema)]
     actions = [key for key in keys if key[0] == ACTION]
     observed = [key[1:] for key in keys if key[0] == "next" and key not in _RESULTS]

@@ -525,25 +525,25 @@ class Priorities:
         self.keep(slice(0, file.cells), storage)
         return missing
 
-    def keep(self, rows: Any, written: Any = None) -> None:
-        """Copy the magnitudes of these rows to the file, if there is one; ``written``:
-        the storage, if they are new.
+    def keep(self, rows: Any, new_in: Any = None) -> None:
+        """Copy the magnitudes of these rows to the file, if there is one; ``new_in``:
+        the storage that has just got them, if they are new.
 
         For an index of -1, which updates skip, row 0 is copied.
         """
-        if self.file is not None:
-            if not self.is_shared and self.file.process != os.getpid():
-                share = "call rb.share() before a fork"
-                raise RuntimeError(
-                    f"this process was forked, and has only a copy of the priorities: {share}"
-                )
-            if isinstance(rows, slice):
-                rows = slice(*rows.indices(self.file.cells))
-            else:
-                rows = rows.clamp(min=0)
-            self.file.copy(
-                rows, self.rule.table.magnitude, float(self.largest), written
+        file = self.file
+        if file is None:
+            return
+        if not self.is_shared and file.process != os.getpid():
+            raise RuntimeError(
+                "this process was forked, and has only a copy of the priorities: call "
+                "rb.share() before a fork"
             )
+        if isinstance(rows, slice):
+            rows = slice(*rows.indices(file.cells))
+        else:
+            rows = rows.clamp(min=0)
+        file.copy(rows, self.rule.table.magnitude, float(self.largest), new_in)
 
     def record_at(self, storage: Storage | None, ring: Ring | None) -> int:
         """Return the address of the ``UPDATE`` record with which compiled code changes

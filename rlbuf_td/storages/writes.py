@@ -93,13 +93,14 @@ def wrapping(data: object, batch_size: str = "[n]") -> str:
 def stacked(data: object, dim: int = 0) -> Any:
     """Stack a list of TensorDicts, tensorclasses or tensors, one per time step; other
     data stay the same."""
-    # a tuple of tensors is a pytree
-    kinds: Any = (list, torch.Tensor) if isinstance(data, list) else (tuple,)
-    if not isinstance(data, kinds[0]) or not data or isinstance(data, torch.Size):
+    if not isinstance(data, list | tuple) or isinstance(data, torch.Size) or not data:
         return data
-    if not all(
-        isinstance(step, kinds[1:]) or is_tensor_collection(step) for step in data
-    ):
+    takes_tensors = isinstance(data, list)  # a tuple of tensors is a pytree
+    are_steps = all(
+        is_tensor_collection(step) or (takes_tensors and isinstance(step, torch.Tensor))
+        for step in data
+    )
+    if not are_steps:
         return data
     if len({step.shape for step in data}) > 1:
         raise SchemaError(

@@ -329,6 +329,8 @@ class ChunkedOrder:
         self.lock = Lock()  # held around the loops, which release the GIL
 
     def _fill_with(self, magnitude: Tensor) -> None:
+        """Set the magnitudes of the first rows, and order all rows anew; an order that
+        had rows may be left without any."""
         self.magnitude[: len(magnitude)] = magnitude
         bits = self.tensors["bits"].numpy()
         rows = np.flatnonzero(bits >= 0)
