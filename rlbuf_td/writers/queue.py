@@ -163,7 +163,9 @@ class QueueWriter(TimeWriter, Recovers):
 
     def _refuse_state(self, state: State) -> None:
         super()._refuse_state(state)
-        saved_number("count of waiting rows", state["waiting"], 0, 1 << 62)
+        saved_number(
+            "count of waiting rows", state["waiting"], 0, state["_write_count"]
+        )
 
     @defer_sigint
     def load_state_dict(self, state_dict: State) -> None:

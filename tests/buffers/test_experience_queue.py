@@ -71,15 +71,6 @@ def test_it_waits_for_rows_and_for_room_no_longer_than_told():
             call()
 
 
-def test_a_queue_is_saved_whatever_its_writer_has_counted():
-    queue = ExperienceQueue(storage=PackedStorage(8), batch_size=2)
-    queue.extend(TensorDict({"x": torch.arange(5)}, [5]))
-    queue.writer._write_count = 0  # as after the load of another writer's state
-    other = ExperienceQueue(storage=PackedStorage(8), batch_size=2)
-    other.load_state_dict(queue.state_dict())
-    assert other.waiting == 5
-
-
 def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():
     queue = make(timeout=0.05)
     queue.extend(rows(0, 6))
