@@ -260,7 +260,7 @@ class HindsightSampler(SamplerWrapper):
             batch: the batch, which has the new goals.
             mask: ``[B]`` bool, selects the rows.
             reward: the rewards of the batch.
-            put: a form of :func:`~rlbuf_td.kernels.wrappers.put_values_`.
+            put: a form of ``kernels.wrappers.put_values_``.
         """
         new = self.reward_fn(batch)
         if not (
