@@ -71,7 +71,7 @@ class Lane:
         """Write one transition, ``[]``; return its time step, or None if a transform
         holds it back. Errors: those of :meth:`~rlbuf_td.ReplayBuffer.add`."""
         if columns:
-            writing.refuse_columns(data, *columns)
+            writing.refuse_columns(data, *columns, buffer="rb.lane(e)")
         index = self.extend(data.unsqueeze(0))
         return int(index[0, 0]) if len(index) else None
 

@@ -221,7 +221,8 @@ class ReplayBufferMixture:
         """Write one transition to the member ``name``, default ``writes_to``; see
         :meth:`ReplayBuffer.add`."""
         if columns or not isinstance(name, str | None):
-            refuse_columns(data, name, *columns)
+            member = f"mixture[{self.writes_to or self.names[0]!r}]"
+            refuse_columns(data, name, *columns, buffer=member)
         return self._written(name).add(data)
 
     def empty(self) -> None:
@@ -835,18 +836,15 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
         raise KeyError(
             "the batch has no 'source', the member of each row: pass a batch of this mixture"
         )
-    positions = {*source.flatten().tolist()}
+    masks = {name: source == position for position, name in enumerate(names)}
+    counts = {name: int(is_own.sum()) for name, is_own in masks.items()}
     is_plain = source.ndim == 1 and as_integers(source) is not None
-    if not (is_plain and positions <= {*range(len(names))}):
+    if not is_plain or sum(counts.values()) != len(source):
         raise IndexError(
             f"'source' must hold one position in {[*names]} per row, [B] integers, got "
-            f"{source.dtype} {[*positions]} of shape {[*source.shape]}"
+            f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
         )
-    return {
-        name: source == position
-        for position, name in enumerate(names)
-        if position in positions
-    }
+    return {name: is_own for name, is_own in masks.items() if counts[name]}
 
 
 def own_update(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> Update:

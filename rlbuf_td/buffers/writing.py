@@ -130,12 +130,13 @@ def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> Non
     )
 
 
-def refuse_columns(*columns: object) -> NoReturn:
-    """Raise a TypeError for a step that is given as positional arguments."""
+def refuse_columns(*columns: object, buffer: str = "rb") -> NoReturn:
+    """Raise a TypeError for a step that is given as positional arguments; ``buffer``
+    names what has ``add_step``."""
     raise TypeError(
-        f"add takes one TensorDict, got {len(columns)} arguments: "
-        "add_step takes the columns of a step by name, rb.add_step(observation=..., action=..., reward=..., "
-        "next_observation=..., terminated=..., truncated=...)"
+        f"add takes one TensorDict, got {len(columns)} arguments: add_step takes the columns of a step by name, "
+        f"{buffer}.add_step(observation=..., action=..., reward=..., next_observation=..., terminated=..., "
+        "truncated=...)"
     )
 
 

@@ -4,7 +4,7 @@ where episodes end.
 See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. A write notes its rows
 after their bytes are stored and before they are published (:meth:`Episodes.note`).
 Whatever else changes rows, and a write that did not end, makes the numbers stale: the
-next look-up builds them again from flags, ids and breaks.
+next look-up or write builds them again from flags, ids and breaks.
 """
 
 from __future__ import annotations

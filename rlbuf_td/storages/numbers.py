@@ -23,6 +23,8 @@ class SharedNumbers:
     No lock protects the numbers. :meth:`share_memory_` and :meth:`keep_in` replace
     ``values``, the memory, which compiled code finds at ``address``.
 
+    ``_place`` is the file of the numbers, and where they begin in it.
+
     Args:
         kind: ``"q"`` for integers, which wrap at 2**63, ``"d"`` for floats.
         values: the numbers.
@@ -32,15 +34,19 @@ class SharedNumbers:
 
     def __init__(self, kind: str, values: Sequence[float]) -> None:
         self._kind = kind
-        # the file of the numbers, and where they begin in it
-        self._place: tuple[SharedFile, int] | None = None
         self._take(bytearray(array(kind, map(self._held, values))))
 
-    def _take(self, memory: bytearray | memoryview) -> None:
+    def _take(
+        self,
+        memory: bytearray | memoryview,
+        place: tuple[SharedFile, int] | None = None,
+    ) -> None:
         # read and set in half the time of a ctypes array
         view: Any = memoryview(memory)
-        values, address = view.cast(self._kind), addressof(c_byte.from_buffer(memory))
-        self.values, self.address = values, address  # at once: an interrupt may come
+        values = view.cast(self._kind)
+        address = addressof(c_byte.from_buffer(memory))
+        # at once: an interrupt may come
+        self.values, self.address, self._place = values, address, place
 
     def set(self, values: Sequence[float]) -> None:
         """Set all numbers at once: an interrupt leaves all or none of them changed."""
@@ -66,8 +72,7 @@ class SharedNumbers:
         memory = memoryview(mmap.mmap(file.descriptor, end))[start:]
         if not exists:
             memory[:] = self.values.cast("B")
-        self._take(memory)
-        self._place = file, start
+        self._take(memory, (file, start))
 
     def __getitem__(self, position: int) -> Any:
         return self.values[position]

@@ -660,9 +660,8 @@ class PackedStorage(LazyTensorStorage):
         if is_view and not (self.ring.holes and self.ndim == 1):
             return rows.at_region(index)
         cells = rows.cells_of(index)
-        if not rows.lanes or _names_lanes(
-            index
-        ):  # in whole time steps, holes are zeros
+        # in whole time steps, holes are zeros
+        if not rows.lanes or _names_lanes(index):
             self.refuse_holes(cells)
         return rows.at_region(index) if is_view else rows.at_cells(cells)
 

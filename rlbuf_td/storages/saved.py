@@ -166,7 +166,8 @@ class SavedRows:
     def put(self, rows: Rows | None) -> None:
         """Replace the rows of the storage by what :meth:`read` has returned."""
         storage, content = self.storage, self.content
-        row_class, storage.row_class = storage.row_class, content["row_class"]
+        row_class = storage.row_class
+        storage.row_class = content["row_class"]
         if rows is not None:
             try:
                 storage.adopt(rows)  # other processes find the class with the rows
