@@ -3,7 +3,6 @@ proportions."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,12 +25,7 @@ from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.permission import Permission
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import refuse_columns
-from rlbuf_td.checkpoint.buffer import (
-    all_or_nothing,
-    innermost_of,
-    load_part,
-    refuse,
-)
+from rlbuf_td.checkpoint.buffer import try_dump, try_state
 from rlbuf_td.checkpoint.files import delete_others, new_folder, reading, writing
 from rlbuf_td.kernels.dispatch import backend_of, untraced
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -51,7 +45,6 @@ from rlbuf_td.storages.checks import (
     as_number,
     fraction,
     optional,
-    state_of,
     whole,
 )
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
@@ -376,8 +369,9 @@ class ReplayBufferMixture:
                 updates.append((member, own_update(member, flat, is_own)))
         for member, update in updates if len(updates) > 1 else []:
             refuse_update(member, update)
-        for member, update in updates:
-            member._update_sampled(update)
+        with defer_sigint:
+            for member, update in updates:
+                member._update_sampled(update)
 
     def write_back(
         self,
@@ -412,9 +406,10 @@ class ReplayBufferMixture:
             rows = without_lane(member, flat[is_own])
             entries = member._checked_entries(rows, keys, times.get(name))
             checked.append((member, rows, entries))
-        return sum(
-            member._write_back(rows, *entries) for member, rows, entries in checked
-        )
+        with defer_sigint:
+            return sum(
+                member._write_back(rows, *entries) for member, rows, entries in checked
+            )
 
     # -- state, health
 
@@ -426,18 +421,20 @@ class ReplayBufferMixture:
             "generator": rng,
         }
 
-    def _restore_own(self, state: State) -> None:
-        """Restore the shares, ``exact`` and ``generator``; an error is raised before
-        any change."""
+    def _refuse_own(self, state: State) -> None:
+        """Raise an error if :meth:`_restore_own` would."""
+        Shares(self.sampler.by_name).load_state_dict(state["shares"])
+        bool(state["exact"])
         rng = state["generator"]
-        exact = bool(state["exact"])
         if self._rng is not None and rng is not None:
-            # raises an error if it is no state
             torch.Generator(self._rng.device).set_state(rng)
+
+    def _restore_own(self, state: State) -> None:
+        """Restore the shares, ``exact`` and ``generator``."""
         self.sampler.load_state_dict(state["shares"])
-        self.exact = exact
-        if self._rng is not None and rng is not None:
-            self._rng.set_state(rng)
+        self.exact = bool(state["exact"])
+        if self._rng is not None and state["generator"] is not None:
+            self._rng.set_state(state["generator"])
 
     def state_dict(self) -> State:
         """Return a copy of the state of all members, of the shares, ``exact`` and
@@ -453,10 +450,18 @@ class ReplayBufferMixture:
 
         If a member cannot load its state, an error is raised before any change.
         """
-        try_states(self.members, state_dict.get("members", {}))
-        self._restore_own(state_dict)
+        states = state_dict.get("members", {})
+        if states.keys() != self.members.keys():
+            raise ValueError(
+                f"the state is of members {[*states]}, the mixture has {self.names}"
+            )
         for name, member in self.members.items():
-            member.load_state_dict(state_dict["members"][name])
+            try_state(member, states[name])
+        self._refuse_own(state_dict)
+        with defer_sigint:
+            self._restore_own(state_dict)
+            for name, member in self.members.items():
+                member.load_state_dict(states[name])
 
     def dumps(self, path: str | Path) -> None:
         """Save all members and the shares as one crash-safe dump; see
@@ -483,15 +488,20 @@ class ReplayBufferMixture:
 
         Raises:
             CheckpointError: the dump has other member names, or the dump of a member is
-                missing or damaged. If the names differ, nothing is loaded. If a
-                member's dump is missing or damaged, other members may have been loaded.
+                missing or damaged, or does not fit the member. Nothing is loaded then.
+
+        Cost: reads each file twice, because all are checked before any is loaded.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as dump:
             state = dump.state()
-            self._restore_own(state)
+            self._refuse_own(state)
+            folder = Path(path) / state["members"]
             for name, member in self.members.items():
-                folder = Path(path) / state["members"] / name
-                member.loads(folder, transforms=transforms)
+                try_dump(member, folder / name, transforms=transforms)
+            with defer_sigint:
+                self._restore_own(state)
+                for name, member in self.members.items():
+                    member.loads(folder / name, transforms=transforms)
 
     def share(self) -> Self:
         """Share the members with other processes (:meth:`ReplayBuffer.share`); each
@@ -881,43 +891,6 @@ def refuse_update(member: ReplayBuffer, update: Update) -> None:
         refuse_errors(td_error.reshape(-1))
         if not -1 <= int(flat.min()) <= int(flat.max()) < rows:
             refuse_priorities(flat, td_error, rows)
-
-
-def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:
-    """Raise an error if a member cannot load its state; leave all members unchanged."""
-    if states.keys() != members.keys():
-        raise ValueError(
-            f"the state is of members {[*states]}, the mixture has {[*members]}"
-        )
-    for name, member in members.items():
-        state = states[name]
-        member._initialize()
-        with member._locked(), defer_sigint:
-            member.storage.examine(state["_storage"])
-            with state_of(member):
-                refuse(member, state)
-            parts = {"_transforms": member.transform, "_writer": member.writer}
-            if hasattr(innermost_of(member.sampler), "snapshot"):
-                # its own copy, because a larger one cannot become smaller again
-                trial_of(member.sampler).load_state_dict(state["_sampler"])
-            else:
-                parts["_sampler"] = member.sampler
-            before = {
-                key: copy.deepcopy(part.state_dict()) for key, part in parts.items()
-            }
-            for saved in (state, before):
-                with all_or_nothing() as undo:
-                    for key, part in parts.items():
-                        load_part(part, saved[key], undo)
-
-
-def trial_of(sampler: Any) -> Any:
-    """Return a copy of a sampler that refuses what the sampler refuses."""
-    trial = copy.deepcopy(sampler)
-    prioritized = innermost_of(trial)
-    if isinstance(prioritized, Prioritized):
-        prioritized.priorities.is_shared = innermost_of(sampler).priorities.is_shared
-    return trial
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

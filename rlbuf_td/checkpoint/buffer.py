@@ -71,6 +71,17 @@ def load_buffer(
             restore(rb, saved, put, rows_only=rows_only, transforms=transforms)
 
 
+def try_dump(rb: ReplayBuffer, path: str | Path, *, transforms: bool) -> None:
+    """Raise an error if :func:`load_buffer` would, and verify all files; leave the
+    buffer unchanged."""
+    with reading(path, KIND) as dump:
+        saved = dump.state()
+        _refuse_other_parts(rb, saved, rows_only=False)
+        rows = try_state(rb, saved, dump.path, transforms=transforms)
+        if rows is not None:
+            _verify(rows)
+
+
 def _verify(rows: SavedRows) -> None:
     for tensor in (rows.matrix, *rows.entries):
         if isinstance(tensor, SavedTensor):
@@ -220,6 +231,48 @@ def refuse(rb: ReplayBuffer, state: State) -> None:
         rb.flow.refuse_state(state.get("_flow"))
     if state.get("_rng") is not None:
         _generator(*state["_rng"])
+
+
+def try_state(
+    rb: ReplayBuffer,
+    state: State,
+    folder: Path | None = None,
+    *,
+    transforms: bool = True,
+) -> SavedRows | None:
+    """Raise an error if a buffer cannot restore a state; leave the buffer unchanged.
+
+    ``folder`` is that of the files of a dump. Return the rows.
+    """
+    rb._initialize()
+    with rb._locked(), defer_sigint:
+        rows = rb.storage.examine(state["_storage"], folder)
+        with state_of(rb):
+            refuse(rb, state)
+        parts: dict[str, Any] = {"_writer": rb.writer}
+        if transforms:
+            _refuse_other_tensors(rb.transform.state_dict(), state["_transforms"])
+            parts["_transforms"] = rb.transform
+        if hasattr(innermost_of(rb.sampler), "snapshot"):
+            # its own copy, because a larger one cannot become smaller again
+            _trial_of(rb.sampler).load_state_dict(state["_sampler"])
+        else:
+            parts["_sampler"] = rb.sampler
+        before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
+        for values in (state, before):
+            with all_or_nothing() as undo:
+                for key, part in parts.items():
+                    load_part(part, values[key], undo)
+    return rows
+
+
+def _trial_of(sampler: Any) -> Any:
+    """Return a copy of a sampler that refuses what the sampler refuses."""
+    trial = copy.deepcopy(sampler)
+    prioritized = innermost_of(trial)
+    if hasattr(prioritized, "priorities"):
+        prioritized.priorities.is_shared = innermost_of(sampler).priorities.is_shared
+    return trial
 
 
 @defer_sigint

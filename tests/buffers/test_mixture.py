@@ -7,8 +7,10 @@ may be.
 from __future__ import annotations
 
 import multiprocessing as mp
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -22,6 +24,7 @@ from torchrl.envs.transforms import Transform
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
+    CheckpointError,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
@@ -34,6 +37,7 @@ from rlbuf_td import (
 from tests import catalogue
 from tests.catalogue import assert_same
 from tests.statistics import assert_follows, power
+from tests.test_lockstep import stopped
 
 CAPACITY = 30
 SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
@@ -637,3 +641,86 @@ def test_members_are_transformed_without_their_locks():
     for thread in (writer, reader):
         thread.join(60)
         assert not thread.is_alive()
+
+
+def pair(shift: int = 0, capacity: int = CAPACITY, **names: str) -> ReplayBufferMixture:
+    """Two members of unlike rows, priorities, shares and generators."""
+    one, other = names.get("one", "one"), names.get("other", "other")
+    members: dict[str, Any] = {}
+    for name, size in {one: CAPACITY, other: capacity}.items():
+        members[name] = ReplayBuffer(
+            storage=PackedStorage(size), sampler=ProportionalSampler(size)
+        )
+        members[name].extend(rows(shift + 100 * len(members), 9 + shift))
+        members[name].update_priority(torch.arange(3), torch.tensor([1.0, shift, 9.0]))
+    generator = torch.Generator().manual_seed(shift)
+    share = 0.5 + shift / 10
+    return ReplayBufferMixture(
+        members, {one: share, other: 1 - share}, batch_size=4, generator=generator
+    )
+
+
+def content(mixed: ReplayBufferMixture) -> Any:
+    """Return what a load may change."""
+    members = [
+        (rb.chronological()["number"], rb.sampler.state_dict())
+        for rb in mixed.members.values()
+    ]
+    return repr((members, mixed.sampler, mixed._rng.get_state().tolist()))
+
+
+def load(mixed: ReplayBufferMixture, saved: ReplayBufferMixture, folder: Path | None):
+    if folder is None:
+        mixed.load_state_dict(saved.state_dict())
+    else:
+        mixed.loads(folder)
+
+
+@pytest.mark.parametrize("is_dumped", [True, False])
+@pytest.mark.parametrize(
+    "refused", [{"capacity": CAPACITY + 1}, {"other": "unlike"}, {"one": "unlike"}]
+)
+def test_a_load_that_a_member_refuses_changes_no_member(
+    refused, is_dumped, tmp_path: Path
+):
+    saved, mixed = pair(2, **refused), pair()
+    saved.dumps(tmp_path)
+    before = content(mixed)
+    with pytest.raises((ValueError, CheckpointError)):
+        load(mixed, saved, tmp_path if is_dumped else None)
+    assert content(mixed) == before
+
+
+def test_a_load_of_a_damaged_member_changes_no_member(tmp_path: Path):
+    pair(2).dumps(tmp_path)
+    mixed = pair()
+    before = content(mixed)
+    files = sorted(tmp_path.glob("members-*/other/data/*"))
+    assert files
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CheckpointError):
+            mixed.loads(tmp_path)
+        assert content(mixed) == before, file
+        file.write_bytes(whole)
+    mixed.loads(tmp_path)
+    assert content(mixed) == content(pair(2))
+
+
+@pytest.mark.parametrize("is_dumped", [True, False])
+def test_an_interrupted_load_loads_all_members_or_none(is_dumped, tmp_path: Path):
+    saved = pair(2)
+    saved.dumps(tmp_path)
+    allowed = [content(pair()), content(saved)]
+    seen = set()
+    for line in count(1, 397):
+        mixed = pair()
+        with stopped(line, signal.SIGINT) as stopper:
+            load(mixed, saved, tmp_path if is_dumped else None)
+        found = content(mixed)
+        assert found in allowed, line
+        seen.add(found)
+        if stopper.left > 0:
+            break
+    assert len(seen) == 2
