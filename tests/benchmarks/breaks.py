@@ -765,7 +765,7 @@ BREAKS = [
     Break(
         "a mixture does not restore whether its shares are exact",
         "buffers/mixture.py",
-        "        self.exact = exact\n",
+        '        self.exact = bool(state["exact"])\n',
         "",
         "tests/buffers/test_mixture.py -k shares_are_exact",
     ),
@@ -775,6 +775,20 @@ BREAKS = [
         "for member, update in updates if len(updates) > 1 else []:",
         "for member, update in updates[:1] if len(updates) > 1 else []:",
         "tests/buffers/test_mixture.py -k refuses_changes_none",
+    ),
+    Break(
+        "a mixture loads some members before it finds that another is damaged",
+        "checkpoint/buffer.py",
+        "        if rows is not None:\n            _verify(rows)\n\n\ndef _verify",
+        "\n\ndef _verify",
+        "tests/buffers/test_mixture.py -k damaged_member",
+    ),
+    Break(
+        "Ctrl-C loads some members of a mixture alone",
+        "buffers/mixture.py",
+        "            with defer_sigint:\n                self._restore_own(state)\n",
+        "            if True:\n                self._restore_own(state)\n",
+        "tests/buffers/test_mixture.py -k interrupted_load",
     ),
     Break(
         "a share that is set makes the others even",

@@ -666,7 +666,7 @@ def content(mixed: ReplayBufferMixture) -> Any:
         (rb.chronological()["number"], rb.sampler.state_dict())
         for rb in mixed.members.values()
     ]
-    return repr((members, mixed.sampler, mixed._rng.get_state().tolist()))
+    return repr((members, mixed.sampler, mixed.state_dict()["generator"].tolist()))
 
 
 def load(mixed: ReplayBufferMixture, saved: ReplayBufferMixture, folder: Path | None):
