@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -179,6 +180,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections pass over what imports have made, a million objects."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
