@@ -144,27 +144,29 @@ class Parts(NamedTuple):
         index = entries.get("index")
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
-        stamp = entries.get(SAMPLED_AT)
-        is_usual = (
-            dims == (2 if self.gives_windows else 1)
-            and type(td_error) is torch.Tensor
-            and td_error.ndim == dims
-        )
-        has_pairs = self.storage.ndim > 1  # of a time step and a lane
-        if (
-            not is_usual
-            or index.ndim != (dims + 1 if has_pairs else dims)
-            or td_error.requires_grad
-            or td_error.is_neg()
-        ):
+        if not self._are_by_row(td_error, index, dims):
             td_error, index = by_row(
                 td_error, index, dims, self.storage, sampler.reduction
             )
+        stamp = entries.get(SAMPLED_AT)
         if stamp is not None and dims != 1:
             stamp = first_of_row(stamp, dims, inner_dims(self.storage, dims))
         update = Update(index, td_error, stamp)
         return (
             update if self.wrapper is None else self.wrapper.anchored(entries, update)
+        )
+
+    def _are_by_row(self, td_error: Any, index: torch.Tensor, dims: int) -> bool:
+        """Whether TD errors and index of a batch are as :func:`by_row` returns them, so
+        that it need not be called."""
+        dims_of_index = dims + 1 if self.storage.ndim > 1 else dims
+        return (
+            dims == (2 if self.gives_windows else 1)
+            and type(td_error) is torch.Tensor
+            and td_error.ndim == dims
+            and index.ndim == dims_of_index
+            and not td_error.requires_grad
+            and not td_error.is_neg()
         )
 
 

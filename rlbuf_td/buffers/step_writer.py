@@ -63,31 +63,29 @@ class StepWriter:
         storage = buffer._storage
         with storage.lock:
             plan: Any = storage.write_plan
-            if (
-                plan is None
-                or self._plan() is not plan
-                or plan.changes != plan.listeners.changes
-            ):
+            is_chosen = plan is not None and self._plan() is plan
+            if not is_chosen or plan.changes != plan.listeners.changes:
                 self._choose(buffer, plan)
-            write = self._whole
-            count = 1
-            # what may change between two writes
-            if (
-                write is not None
-                and not (self._begins_anew and storage._ring.cursor == 0)
-                and not self._transforms
-                and buffer.flow is None
-                and buffer.episode_stats is None
-                and not buffer._service_shutdown
-            ):
+            if self._is_direct(buffer):
+                write, count = self._whole, 1
                 if lanes is not None:
-                    write = self._some
-                    count = self._choose_rows(lanes)
+                    write, count = self._some, self._choose_rows(lanes)
                 plan.write(storage, write, plan.rows.lanes, count)
                 if self._restarts:
                     buffer.parts.sampler.add(None)
                 return
         self._write_rows(buffer, lanes)
+
+    def _is_direct(self, buffer: ReplayBuffer) -> bool:
+        """Whether the plan writes the step; between two writes, this may change."""
+        return (
+            self._whole is not None
+            and not (self._begins_anew and buffer._storage._ring.cursor == 0)
+            and not self._transforms
+            and buffer.flow is None
+            and buffer.episode_stats is None
+            and not buffer._service_shutdown
+        )
 
     def _choose(self, buffer: ReplayBuffer, plan: WritePlan | None) -> None:
         """Choose how steps are written, until the storage makes another plan."""
