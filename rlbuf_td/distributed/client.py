@@ -363,23 +363,25 @@ class Client:
         largest = max(
             (report.largest for report in known if report is not None), default=-1.0
         )
-        queued = [(_NO_HANDLES, _NO_ERRORS), *self._errors]
-        all_handles, all_errors = map(np.concatenate, zip(*queued, strict=True))
-        self._errors.clear()
+        handles, errors = self._take_errors()
         requests = {}
-        for shard in {*fractions, *np.unique(all_handles[:, SHARD]).tolist()}:
-            is_here = all_handles[:, SHARD] == shard
+        for shard in {*fractions, *np.unique(handles[:, SHARD]).tolist()}:
+            is_here = handles[:, SHARD] == shard
             if known[shard] is None:
                 self.stale += int(is_here.sum())
                 continue
-            request = Request(
-                fractions.get(shard, _NO_ERRORS),
-                largest,
-                all_handles[is_here],
-                all_errors[is_here],
-            )
+            draws = fractions.get(shard, _NO_ERRORS)
+            request = Request(draws, largest, handles[is_here], errors[is_here])
             requests[shard] = (pickle.dumps(request, 5),)
         return self.links.start("answer", requests)
+
+    def _take_errors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the queued handles, ``[n, 4]``, with their TD errors, ``[n]``, and
+        empty the queue."""
+        queued = [(_NO_HANDLES, _NO_ERRORS), *self._errors]
+        self._errors.clear()
+        handles, errors = map(np.concatenate, zip(*queued, strict=True))
+        return handles, errors
 
     def _exchange(self, shards: Iterable[int], deadline: float = inf) -> None:
         """Send the queued TD errors; make the shards in ``shards`` store their waiting
