@@ -1092,7 +1092,7 @@ BREAKS = [
         "storages/packed.py",
         "        if self.episodes is not None and self.episodes.id_key is not None:\n            self.episodes.end()",
         "        if self.episodes is not None and self.episodes.id_key is not None:\n            pass",
-        "tests/storages/test_trajectories.py -k no_trajectory_goes_on_after_a_load",
+        "tests/storages/test_trajectories.py -k a_load_ends",
     ),
     Break(
         "a copy of a storage forgets how many rows were written",
@@ -1155,7 +1155,7 @@ BREAKS = [
         "storages/packed.py",
         "self.episodes is not None and self.episodes.id_key is not None",
         "self.episodes is not None",
-        "tests/storages/test_trajectories.py -k continues",
+        "tests/storages/test_trajectories.py -k a_load_ends",
     ),
     Break(
         "empty() is no change for samplers that keep what they read",
@@ -1291,7 +1291,7 @@ BREAKS = [
         "kernels/episodes/cpu.py",
         "        if load(follows, np.int64) >= 0:\n",
         "        if load(follows, np.int64) >= -1:\n",
-        "tests/storages/test_trajectories.py -k outlasts_an_edit",
+        "tests/storages/test_trajectories.py -k a_load_ends",
     ),
     Break(
         "stamps of windows are taken for those of their anchors",
