@@ -823,7 +823,7 @@ BREAKS = [
         "buffers/replay.py",
         "            self.parts.prioritized.priorities.file = None",
         "            pass",
-        "tests/storages/test_reopen.py -k leaves_its_priorities",
+        "tests/storages/test_reopen.py -k updates_are_kept",
     ),
     Break(
         "flow control goes on counting when the storage is replaced",
@@ -950,7 +950,7 @@ BREAKS = [
         "samplers/priorities.py",
         "            self.rule.restore_(magnitude.to(self.device))\n            self.keep(slice(0, None))",
         "            self.rule.restore_(magnitude.to(self.device))",
-        "tests/storages/test_reopen.py -k is_loaded_alone",
+        "tests/storages/test_reopen.py -k updates_are_kept",
     ),
     Break(
         "a copy of a shared sampler cannot grow",
