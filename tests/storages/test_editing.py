@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -416,39 +415,3 @@ def test_done_flags_that_are_written_back_end_episodes():
     stamps = rb.storage.stamps(index)
     assert rb.write_back(batch, [("next", "done")], sampled_at=stamps) == 1
     assert episodes.steps_ahead(torch.arange(6)).tolist() == [2, 1, 0, 2, 1, 0]
-
-
-#: Forms of an index of rows ``[12]`` or ``[6, 2]``, and the rows that they name.
-FORMS: dict[str, tuple[Any, Any]] = {
-    "a number": (3, 3),
-    "from the end": (-2, -2),
-    "of NumPy": (np.int32(3), 3),
-    "a 0-dim tensor": (torch.tensor(3), 3),
-    "a slice": (slice(1, 5, 2), [1, 3]),
-    "a range": (range(5, 1, -2), [5, 3]),
-    "a list": ([4, -1], [4, 5]),
-    "int8": (torch.tensor([4, 1], dtype=torch.int8), [4, 1]),
-    "uint8 of NumPy": (np.array([1, 0], np.uint8), [1, 0]),
-    "a 0-dim array": (np.array(3), 3),
-    "uint16 of NumPy": (np.array([1, 0], np.uint16), [1, 0]),
-    "a mask": (torch.arange(6) % 4 == 1, [1, 5]),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_every_form_of_an_index_names_the_same_rows_in_reads_and_edits(name, lanes):
-    form, rows = FORMS[name]
-    x = torch.arange(6.0 * lanes).reshape(6, lanes)[:, 0 if lanes == 1 else slice(None)]
-    storage = PackedStorage(6 * lanes, ndim=min(lanes, 2))
-    storage.set(range(6), TensorDict({"x": x}, x.shape))
-    kept = x[rows]
-    if name == "from the end" or isinstance(rows, list):
-        kept = x[torch.tensor(rows) % 6]
-    assert torch.equal(storage[form]["x"], kept)
-    changed = x.clone()
-    changed[torch.tensor(rows) % 6] += 100
-    storage[form] = TensorDict({"x": kept + 100}, kept.shape)
-    assert torch.equal(storage["x"], changed)
-    storage.edit(lambda data: data.set_("x", data["x"] - 100), form)
-    assert torch.equal(storage["x"], x)

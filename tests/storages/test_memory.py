@@ -43,7 +43,6 @@ from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.memory_budget import Room
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.storages.writes import Write
 from tests.catalogue import SAMPLERS, SCHEMAS, assert_same, transitions
 from tests.test_goes_on import MAKERS, REOPENED, steps
 
@@ -113,22 +112,6 @@ def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(
         5, -1
     )
     assert torch.equal(on_disk, storage.rows.matrix.view(torch.uint8))
-
-
-def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
-    stored("file", tmp_path)
-    path = tmp_path / "rows" / ROWS_FILE
-    before = path.read_bytes()
-    second, data = stored("file", tmp_path, steps=0), transitions(NESTED, 3)
-    match = "not overwritten: choose another scratch_dir, or delete the file"
-    for write in (
-        lambda: second.set(range(3), data),
-        lambda: second.advance(Write(data)),
-    ):
-        with pytest.raises(FileExistsError, match=match):
-            write()
-        assert not second.initialized
-    assert path.read_bytes() == before
 
 
 def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
