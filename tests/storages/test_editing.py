@@ -183,7 +183,8 @@ def test_a_function_that_fails_edits_nothing():
         assert_same(storage[:], rows)
     with pytest.raises(KeyError, match="no entry 'gone'"):
         storage.edit(lambda rows: rows.zero_(), key="gone")
-    storage.edit(lambda rows: rows["hidden"].fill_(7), [1, 3], key="hidden")
+    sevens = torch.full((2, 2), 7.0)
+    storage.edit(lambda rows: rows.set_("hidden", sevens), [1, 3], key="hidden")
     rows["hidden"][[1, 3]] = 7
     assert_same(storage[:], rows)
 

@@ -48,7 +48,7 @@ from tests.test_goes_on import MAKERS, REOPENED, steps
 NESTED = SCHEMAS["nested"]
 
 
-def in_file(folder: Path, steps: int = 3) -> PackedStorage:
+def in_file(folder: Path, steps: int = 3) -> Any:
     storage = PackedStorage(5, scratch_dir=folder / "rows")
     if steps:
         storage.set(range(steps), transitions(NESTED, steps))
