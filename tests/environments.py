@@ -77,35 +77,6 @@ SPACES = {
 }
 
 
-class Nested(gymnasium.ObservationWrapper):
-    """Beside the observation, a nested Dict of mixed dtypes: image uint8, vector
-    float32, discrete int64, mask bool."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        super().__init__(env)
-        self.observation_space = Dict(
-            observation=env.observation_space,
-            camera=Dict(image=Box(0, 255, (3, 4, 4), np.uint8)),
-            body=Dict(
-                vector=Box(-1, 1, (5,), np.float32),
-                mode=Discrete(4),
-                mask=Box(0, 1, (3,), np.bool_),
-            ),
-        )
-
-    def observation(self, observation: Any) -> Any:
-        number = int(abs(observation[0]) * 1_000)
-        return {
-            "observation": observation,
-            "camera": {"image": np.full((3, 4, 4), number % 256, np.uint8)},
-            "body": {
-                "vector": np.tanh(np.resize(observation, 5)).astype(np.float32),
-                "mode": np.int64(number % 4),
-                "mask": np.array([number % 2, 1, 0], np.bool_),
-            },
-        }
-
-
 class Rewarded(Walk):
     """Each reward has the given shape, as of environments with several objectives."""
 

@@ -40,7 +40,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.kernels.serials import REVISION
-from tests.catalogue import numbered_rows
+from tests.catalogue import buffer_of, numbered_rows
 from tests.model import Row, assert_holds
 from tests.model import World as ModelWorld
 
@@ -365,36 +365,22 @@ def test_episodes_end_for_recorders_and_statistics_after_loads_alone(
     assert rb.episode_stats.history()["length"].tolist() == [1 if is_load else 2]
 
 
-@pytest.mark.parametrize("world", [ROWS], indirect=True)
-def test_the_buffer_that_loads_keeps_the_state_of_its_parts(world: World) -> None:
-    first = world.first
-    first.update_priority(torch.arange(ROWS), torch.arange(1.0, ROWS + 1))
-    state = first.state_dict()
-    first.extend(rows(200, 3))
-    first.load_state_dict(state)
-    expected = torch.arange(1.0, ROWS + 1).tolist()
-    assert first.sampler.priority(torch.arange(ROWS)).tolist() == expected
-
-
 @worlds(MOVES)
 def test_plans_and_updates_follow_rows_that_move(cause: str, world: World) -> None:
     rb, storage = world.first, world.storage
     rb.update_tensordict_priority(rb.sample().set("td_error", torch.ones(2)))
-    epoch = storage.epoch
-    revision = storage.revision
+    epoch, revision = storage.epoch, storage.revision
     MOVES[cause].call(world)
     assert storage.epoch > epoch
     assert storage.revision > revision or cause not in CAUSES
-    last = storage[-1:].clone() if len(storage) else rows(0, 1)
-    rb.extend(last.set("x", torch.tensor([500])))
+    rb.extend(rows(500, 1))
     batches = [rb.sample() for _ in range(64)]
     seen = {x for batch in batches for x in batch["x"].tolist()}
     assert seen == {*[*MOVES[cause].kept, 500][-ROWS:]}
     for batch in batches:
         rb.update_tensordict_priority(batch.set("td_error", 2.0 + batch["x"]))
-    index = torch.arange(len(storage))
     expected = 2.0 + storage["x"].double()
-    assert torch.equal(rb.sampler.priority(index), expected)
+    assert torch.equal(rb.sampler.priority(torch.arange(len(storage))), expected)
 
 
 # -- late updates go only to rows that still hold what was sampled
@@ -417,30 +403,20 @@ class Known(ModelWorld):
     def check_update(self, batch: TensorDictBase) -> None:
         """Update with errors unlike any priority, and compare all priorities and the
         number of stale rows."""
-        rows = [
-            self.known[seen] for seen in batch["observation"][..., 0].flatten().tolist()
-        ]
-        errors, before = (
-            [ERROR + j for j in range(len(rows))],
-            self.rb.health()["stale_updates"],
-        )
-        self.rb.update_tensordict_priority(
-            batch.set("td_error", torch.tensor(errors).view(batch.shape))
-        )
-        assert self.rb.health()["stale_updates"] - before == self.model.update(
-            rows, errors
-        )
+        numbers = batch["observation"][..., 0]
+        rows = [self.known[number] for number in numbers.flatten().tolist()]
+        errors = [ERROR + j for j in range(len(rows))]
+        batch["td_error"] = torch.tensor(errors).view(batch.shape)
+        before = self.rb.stale_updates.total()
+        self.rb.update_tensordict_priority(batch)
+        stale = self.model.update(rows, errors)
+        assert self.rb.stale_updates.total() == before + stale
         assert_holds(self.rb, self.model, episodes=False)
 
 
-def full(lanes: int = 0, **options: Any) -> Known:
-    world: Any = Known.of(
-        ProportionalSampler(STEPS * max(1, lanes)),
-        STEPS,
-        lanes,
-        batch_size=12,
-        **options,
-    )
+def full(lanes: int = 0, sampler: Any = ProportionalSampler, **options: Any) -> Any:
+    made = sampler(STEPS * max(1, lanes))
+    world: Any = Known.of(made, STEPS, lanes, batch_size=12, **options)
     world.write(STEPS)
     return world
 
@@ -449,7 +425,7 @@ def test_the_stamp_survives_what_users_do_with_a_batch() -> None:
     world = full()
     batch = world.rb.sample()
     world.write(STEPS // 2)
-    parts = [
+    for part in (
         batch[:5],
         batch[::3],
         batch.reshape(3, 4),
@@ -459,19 +435,8 @@ def test_the_stamp_survives_what_users_do_with_a_batch() -> None:
         pickle.loads(pickle.dumps(batch)),
         batch[torch.randperm(12)],
         batch[batch["index"] % 2 == 0],
-    ]
-    for part in parts:
+    ):
         world.check_update(part)
-    assert world.rb.health()["stale_updates"] > 0
-
-
-@pytest.mark.parametrize("lanes", [0, 3])
-def test_it_holds_for_batches_drawn_ahead(lanes: int) -> None:
-    world = full(lanes, prefetch=3)
-    for _ in range(20):
-        batch = world.rb.sample()
-        world.write(3)
-        world.check_update(batch)
     assert world.rb.health()["stale_updates"] > 0
 
 
@@ -482,41 +447,26 @@ class OwnUpdate(ProportionalSampler):
         super().update_priority(index, priority, **given)
 
 
-@pytest.mark.parametrize("lanes", [0, 3])
-def test_it_holds_for_an_update_of_ones_own(lanes: int) -> None:
-    world: Any = Known.of(OwnUpdate(STEPS * max(1, lanes)), STEPS, lanes, batch_size=12)
-    world.write(STEPS)
-    for _ in range(5):
+@pytest.mark.parametrize(
+    ("lanes", "options"),
+    [
+        (0, {"prefetch": 3}),
+        (3, {"prefetch": 3}),
+        (0, {"sampler": OwnUpdate}),
+        (3, {"sampler": OwnUpdate}),
+        (0, {"writer": TensorDictRoundRobinWriter()}),
+    ],
+    ids=["ahead", "ahead, lanes", "own update", "own update, lanes", "TorchRL's ring"],
+)
+def test_late_updates_go_only_to_rows_that_were_sampled(
+    lanes: int, options: dict[str, Any]
+) -> None:
+    world = full(lanes, **options)
+    for _ in range(20):
         batch = world.rb.sample()
         world.write(3)
         world.check_update(batch)
-    assert world.rb.health()["stale_updates"] > 0
-
-
-def test_it_holds_under_torchrls_ring() -> None:
-    rb = ReplayBuffer(
-        storage=PackedStorage(30),
-        sampler=ProportionalSampler(30),
-        writer=TensorDictRoundRobinWriter(),
-        batch_size=12,
-    )
-    for first in range(0, 175, 7):
-        batch = rb.sample() if first else None
-        rb.extend(TensorDict({"x": torch.arange(first, first + 7)}, [7]))
-        if batch is None:
-            continue
-        expected, same = (
-            rb.sampler.priority(torch.arange(30)),
-            rb.storage["x"][batch["index"]] == batch["x"],
-        )
-        batch["td_error"] = ERROR + torch.arange(12.0) + 12 * first
-        rb.update_tensordict_priority(batch)
-        for row, error in zip(
-            batch["index"][same], batch["td_error"][same], strict=True
-        ):
-            expected[row] = error
-        assert torch.equal(rb.sampler.priority(torch.arange(30)), expected)
-    assert 0 < rb.health()["stale_updates"] < 24 * 12
+    assert world.rb.stale_updates.total() > 0
 
 
 def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold() -> None:
@@ -527,35 +477,27 @@ def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold() -> None:
     assert (world.rb.sampler.priority(batch["index"]) == ERROR).all()
     world.rb.update_priority(batch["index"], 2 * ERROR)
     assert (world.rb.sampler.priority(batch["index"]) == 2 * ERROR).all()
-    assert world.rb.health()["stale_updates"] == 0
+    assert world.rb.stale_updates.total() == 0
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls: Any) -> None:
-    plain = cls(storage=PackedStorage(10), batch_size=4)
-    prioritized = cls(
-        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
-    )
-    for rb in (plain, prioritized):
-        rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
-        assert ("sampled_at" in rb.sample().keys()) == (
-            rb is prioritized and cls is ReplayBuffer
-        )
+@pytest.mark.parametrize("sampler", [UniformSampler(), ProportionalSampler(10)])
+def test_only_prioritized_buffers_of_this_package_stamp_their_batches(
+    sampler: Any, cls: Any
+) -> None:
+    rb = buffer_of(10, sampler, cls=cls, rows=numbered_rows(5), batch_size=4)
+    is_stamped = cls is ReplayBuffer and isinstance(sampler, ProportionalSampler)
+    assert ("sampled_at" in rb.sample().keys()) == is_stamped
 
 
 def test_buffers_over_one_storage_know_of_each_others_writes() -> None:
     world = full()
-    other = ReplayBuffer(
-        storage=world.rb.storage, sampler=ProportionalSampler(STEPS), batch_size=12
-    )
-    batch = other.sample().set("td_error", torch.full((12,), ERROR))
+    other = ReplayBuffer(storage=world.rb.storage, sampler=ProportionalSampler(STEPS))
+    batch = other.sample(12).set("td_error", torch.full((12,), ERROR))
     world.write(STEPS)
     other.update_tensordict_priority(batch)
     assert (other.sampler.priority(torch.arange(STEPS)) == 1.0).all()
-    assert (other.health()["stale_updates"], world.rb.health()["stale_updates"]) == (
-        12,
-        0,
-    )
+    assert (other.stale_updates.total(), world.rb.stale_updates.total()) == (12, 0)
 
 
 LIMITS: Sequence[Any] = [
@@ -572,73 +514,39 @@ def test_days_of_writes_pass_the_limits_of_integers(
     limit: int, sampler: Any, lanes: int, shared: bool
 ) -> None:
     """Every counter starts near a limit, and nothing changes when it passes it."""
-    storage = PackedStorage(21, ndim=2 if lanes else 1)
-    rb = ReplayBuffer(storage=storage, sampler=sampler(21), batch_size=6, shared=shared)
-    start, steps = limit - 40, 21 // max(1, lanes)
+    world: Any = Known.of(sampler(21), 21 // max(1, lanes), lanes, shared=shared)
+    rb, start = world.rb, limit - 40
     rb.writer._write_count = start
     if limit < 2**62:  # more rows than anybody will write
         rb.storage.ring.numbers[REVISION] = limit - 20
         rb.storage.ring.written += limit - 30
     counted = min(limit, 2**62) - 5  # a load refuses larger counts
     rb.stale_updates._numbers[0] = counted
-    trajectories = TrajectoryIndex(rb.storage)
-    written = stale = 0
-    while written < 120:
-        batch = rb.sample() if written else None
-        count = 1 + written % 4
-        data = numbered_rows(count, written, lanes, every=4)
-        rb.extend(data) if count > 1 else rb.add(data[..., 0])
-        written += count
-        if batch is not None:
-            held = rb.storage[:]["x"].flatten()
-            index = (
-                batch["index"] @ torch.tensor([lanes, 1]) if lanes else batch["index"]
-            )
-            stale += int((held[index] != batch["x"]).sum())
-            batch["td_error"] = torch.rand(6)
-            rb.update_tensordict_priority(batch)
-        assert (rb.sampler.priority(torch.arange(len(rb))) > 0).all()
-        kept, stored, cells = (
-            min(steps, written),
-            rb.chronological()["x"],
-            torch.arange(len(rb)),
-        )
-        assert (stored[:, 0] if lanes else stored).tolist() == list(
-            range(written - kept, written)
-        )
-        for mine, right in zip(
-            trajectories.reach(cells),
-            TrajectoryIndex(rb.storage).reach(cells),
-            strict=True,
-        ):
-            assert torch.equal(mine, right)
-    assert stale > 5
-    assert rb.stale_updates.total() == counted + stale
-    rows = written * max(1, lanes)
-    assert rb.write_count == start + rows
+    world.write(1)
+    for number in range(40):
+        batch = rb.sample(6)
+        world.write(1 + number % 4)
+        world.check_update(batch)
+    assert_holds(rb, world.model)
+    assert rb.stale_updates.total() > counted + 5
+    assert rb.write_count == start + world.model.written
 
 
 def test_a_batch_of_before_a_load_updates_no_loaded_row() -> None:
-    rb = ReplayBuffer(
-        storage=PackedStorage(8), sampler=ProportionalSampler(8), batch_size=4
-    )
-    rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
-    batch, state = rb.sample(), rb.state_dict()
-    rb.load_state_dict(state)
-    rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 9.0)))
+    rb = buffer_of(8, ProportionalSampler(8), rows=numbered_rows(8), batch_size=4)
+    batch = rb.sample()
+    rb.load_state_dict(rb.state_dict())
+    rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), ERROR)))
     assert rb.stale_updates.total() == 4
     assert (rb.sampler.priority(torch.arange(8)) == 1).all()
 
 
 def test_rows_that_are_allocated_again_have_stamps_of_their_own() -> None:
-    rb: Any = ReplayBuffer(
-        storage=PackedStorage(8), sampler=ProportionalSampler(8), batch_size=4
-    )
-    rb.extend(TensorDict({"x": torch.zeros(5)}, [5]))
-    batch = rb.sample()
+    rb = buffer_of(8, ProportionalSampler(8), rows=numbered_rows(5), batch_size=4)
+    batch = rb.sample().set("td_error", torch.full((4,), ERROR))
     rb.empty()
     rb.storage.release()
-    rb.extend(TensorDict({"y": torch.zeros(5, 2)}, [5]))
-    rb.update_tensordict_priority(batch.set("td_error", torch.full((4,), 50.0)))
-    assert rb.sampler.priority(torch.arange(5)).tolist() == [1.0] * 5
-    assert rb.health()["stale_updates"] == 4
+    rb.extend(numbered_rows(5).select("x"))
+    rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(torch.arange(5)) == 1).all()
+    assert rb.stale_updates.total() == 4

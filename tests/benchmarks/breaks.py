@@ -837,7 +837,7 @@ BREAKS = [
         "buffers/replay.py",
         "            self.parts.prioritized.priorities.file = None",
         "            pass",
-        "tests/storages/test_reopen.py -k leaves_its_priorities",
+        "tests/storages/test_reopen.py -k updates_are_kept",
     ),
     Break(
         "flow control goes on counting when the storage is replaced",
@@ -964,7 +964,7 @@ BREAKS = [
         "samplers/priorities.py",
         "            self.rule.restore_(magnitude.to(self.device))\n            self.keep(slice(0, None))",
         "            self.rule.restore_(magnitude.to(self.device))",
-        "tests/storages/test_reopen.py -k is_loaded_alone",
+        "tests/storages/test_reopen.py -k updates_are_kept",
     ),
     Break(
         "a copy of a shared sampler cannot grow",
@@ -1106,7 +1106,7 @@ BREAKS = [
         "storages/packed.py",
         "        if self.episodes is not None and self.episodes.id_key is not None:\n            self.episodes.end()",
         "        if self.episodes is not None and self.episodes.id_key is not None:\n            pass",
-        "tests/storages/test_trajectories.py -k no_trajectory_goes_on_after_a_load",
+        "tests/storages/test_trajectories.py -k a_load_ends",
     ),
     Break(
         "a copy of a storage forgets how many rows were written",
@@ -1169,7 +1169,7 @@ BREAKS = [
         "storages/packed.py",
         "self.episodes is not None and self.episodes.id_key is not None",
         "self.episodes is not None",
-        "tests/storages/test_trajectories.py -k continues",
+        "tests/storages/test_trajectories.py -k a_load_ends",
     ),
     Break(
         "empty() is no change for samplers that keep what they read",
@@ -1305,7 +1305,7 @@ BREAKS = [
         "kernels/episodes/cpu.py",
         "        if load(follows, np.int64) >= 0:\n",
         "        if load(follows, np.int64) >= -1:\n",
-        "tests/storages/test_trajectories.py -k outlasts_an_edit",
+        "tests/storages/test_trajectories.py -k a_load_ends",
     ),
     Break(
         "stamps of windows are taken for those of their anchors",

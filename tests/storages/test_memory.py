@@ -36,57 +36,42 @@ from rlbuf_td import (
     ReplayBuffer,
     ReplayBufferMixture,
     SchemaError,
-    UniformSampler,
 )
 from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.memory_budget import Room
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.storages.writes import Write
 from tests.catalogue import SAMPLERS, SCHEMAS, assert_same, transitions
 from tests.test_goes_on import MAKERS, REOPENED, steps
 
 NESTED = SCHEMAS["nested"]
-PLACES = ["RAM", "shared", "file"]
 
 
-def stored(place: str, folder: Path, *, ndim: int = 1, steps: int = 3) -> Any:
-    scratch_dir = folder / "rows" if place == "file" else None
-    storage = PackedStorage(
-        5 * ndim, ndim=ndim, shared=place == "shared", scratch_dir=scratch_dir
-    )
+def in_file(folder: Path, steps: int = 3) -> Any:
+    storage = PackedStorage(5, scratch_dir=folder / "rows")
     if steps:
-        storage.set(range(steps), transitions(NESTED, steps, (2,) * (ndim - 1)))
+        storage.set(range(steps), transitions(NESTED, steps))
     return storage
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_rows_are_the_same_wherever_they_live(
-    place: str, ndim: int, tmp_path: Path
+def test_rows_say_where_they_live_and_are_read_into_memory_of_ones_own(
+    tmp_path: Path,
 ) -> None:
-    storage = stored(place, tmp_path, ndim=ndim)
-    data = transitions(NESTED, 3, (2,) * (ndim - 1))
-    assert_same(storage[:], data)
-    assert_same(storage[torch.tensor([2, 0])], data[torch.tensor([2, 0])])
-    assert (storage.shared_rows is not None) == (place == "shared")
-    assert not storage[torch.tensor([0])]["first"].is_shared()
-    assert {"RAM": "cpu", "shared": "shared memory", "file": "mapped file"}[
-        place
-    ] in repr(storage)
+    shared = PackedStorage(5, shared=True)
+    shared.set(range(3), transitions(NESTED, 3))
+    assert "shared memory" in repr(shared)
+    assert not shared[torch.tensor([0])]["first"].is_shared()
+    assert "mapped file" in repr(in_file(tmp_path))
 
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_rows_live_on_the_device_asked_for(device: torch.device, auto: bool) -> None:
     storage = PackedStorage(5, device="auto" if auto else device)
     storage.set(range(3), transitions(NESTED, 3, device=device))
-    for place in (
-        torch.device(storage.device),
-        storage["first"].device,
-        storage[[0]]["first"].device,
-    ):
-        assert place.type == device.type
+    leaves = storage["first"], storage[[0]]["first"]
+    devices = {torch.device(storage.device), *(leaf.device for leaf in leaves)}
+    assert {place.type for place in devices} == {device.type}
     storage.set([3], transitions(NESTED, 1))
     assert_same(storage[3], transitions(NESTED, 1)[0])
 
@@ -105,35 +90,16 @@ def test_only_what_users_do_to_views_counts_as_an_edit(device: str) -> None:
 def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(
     tmp_path: Path,
 ) -> None:
-    storage = stored("file", tmp_path)
+    storage = in_file(tmp_path)
     path = tmp_path / "rows" / ROWS_FILE
     assert path.stat().st_size == storage.nbytes == 5 * storage.row_bytes
     storage.set([4, 3], transitions(NESTED, 2, seed=3))
-    on_disk = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(
-        5, -1
-    )
-    assert torch.equal(on_disk, storage.rows.matrix.view(torch.uint8))
-
-
-def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
-    stored("file", tmp_path)
-    path = tmp_path / "rows" / ROWS_FILE
-    before = path.read_bytes()
-    second, data = stored("file", tmp_path, steps=0), transitions(NESTED, 3)
-    match = "not overwritten: choose another scratch_dir, or delete the file"
-    for write in (
-        lambda: second.set(range(3), data),
-        lambda: second.advance(Write(data)),
-    ):
-        with pytest.raises(FileExistsError, match=match):
-            write()
-        assert not second.initialized
-    assert path.read_bytes() == before
+    on_disk = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    assert torch.equal(on_disk, storage.rows.matrix.view(torch.uint8).flatten())
 
 
 def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
-    storage = stored("file", tmp_path, steps=0)
-    data = transitions(NESTED, 3)
+    storage, data = in_file(tmp_path, 0), transitions(NESTED, 3)
     for bad, cursor in (
         (data.clone().set("s", "text"), range(3)),
         (data, range(2)),
@@ -141,9 +107,7 @@ def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
     ):
         with pytest.raises((SchemaError, IndexError)):
             storage.set(cursor, bad)
-        assert not (tmp_path / "rows").exists()
-    storage.set(range(3), data)
-    assert (tmp_path / "rows" / ROWS_FILE).exists()
+    assert not (tmp_path / "rows").exists()
 
 
 def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(
@@ -152,15 +116,15 @@ def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    storage = stored("file", tmp_path, steps=0)
+    storage, data = in_file(tmp_path, 0), transitions(NESTED, 3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(OSError, match="No space left"):
-            storage.set(range(3), transitions(NESTED, 3))
+            storage.set(range(3), data)
     assert not list((tmp_path / "rows").iterdir())
     assert not storage.initialized
-    storage.set(range(3), transitions(NESTED, 3))
-    assert_same(storage[:], transitions(NESTED, 3))
+    storage.set(range(3), data)
+    assert_same(storage[:], data)
 
 
 MIB = 1 << 20
@@ -212,32 +176,14 @@ def test_a_buffer_that_will_not_fit_warns_once_with_numbers_and_remedy() -> None
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize(
-    ("settings", "kind", "words"),
-    [
-        (
-            {"max_size": 2_000},
-            MemoryError,
-            "2,000 rows of .* take 23.* in all.*scratch_dir",
-        ),
-        (
-            {"max_size": 2_000, "shared": True},
-            MemoryError,
-            "2,000 rows of .* take 23.* in all.*scratch_dir",
-        ),
-        (
-            {"max_size": 1_000, "scratch_dir": "rows"},
-            OSError,
-            "1,000 rows of .* another scratch_dir",
-        ),
-    ],
-)
-def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(
-    settings, kind, words, tmp_path
-):
-    if "scratch_dir" in settings:
-        settings = settings | {"scratch_dir": tmp_path / "rows"}
-    storage = PackedStorage(**settings)
+@pytest.mark.parametrize("place", ["RAM", "shared", "file"])
+def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(place, tmp_path):
+    kind, words = MemoryError, "2,000 rows of .* take 23.* in all.*scratch_dir"
+    folder = None
+    if place == "file":
+        folder, kind = tmp_path / "rows", OSError
+        words = "2,000 rows of .* another scratch_dir"
+    storage = PackedStorage(2_000, shared=place == "shared", scratch_dir=folder)
     with pytest.raises(kind, match=words):
         storage.set(range(2), step())
     assert (len(storage), storage.initialized, storage.layout) == (0, False, None)
@@ -412,28 +358,27 @@ def in_pairs(folder: Path) -> Any:
     return mixture, other
 
 
+def is_used(name: str) -> bool:
+    """Whether a maker of another form or another sampler than the others' is used."""
+    is_proportional = "proportional, " in name and "TorchRL's" not in name
+    others = "an epoch", "half a rollout in chunks", "queue", "mixture"
+    return ", rows" in name or is_proportional or name in others
+
+
+NAMES = [name for name in MAKERS if is_used(name)]
+NAMES += [f"reopened, {name}" for name in REOPENED]
 USES: dict[str, Callable[[Path], Any]] = {
-    name: partial(played, name) for name in MAKERS if ", rows" in name
-}
-USES |= {
-    name: partial(played, name)
-    for name in MAKERS
-    if "proportional, " in name and "TorchRL's" not in name
-}
-USES |= {f"reopened, {name}": partial(played, f"reopened, {name}") for name in REOPENED}
-USES |= {
-    name: partial(played, name)
-    for name in ("an epoch", "half a rollout in chunks", "queue", "mixture")
-}
-USES |= {
+    **{name: partial(played, name) for name in NAMES},
     "pickled": lambda folder: pickle.loads(
         pickle.dumps(played("windows, lanes", folder))
-    )
-}
-USES |= {"copied": lambda folder: copy.deepcopy(played("n-step, ids", folder))}
-USES |= {
-    maker.__name__: maker
-    for maker in (prefetching, looked_at, with_lanes, recorded, of_torchrl, in_pairs)
+    ),
+    "copied": lambda folder: copy.deepcopy(played("n-step, ids", folder)),
+    "prefetching": prefetching,
+    "looked at": looked_at,
+    "with lanes": with_lanes,
+    "recorded": recorded,
+    "of TorchRL": of_torchrl,
+    "in pairs": in_pairs,
 }
 
 
@@ -444,71 +389,57 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-def storages_of(used: Any) -> list[Any]:
+def buffers_of(used: Any) -> list[Any]:
     parts = used if isinstance(used, tuple) else (used,)
-    buffers = [
-        each for part in parts for each in getattr(part, "members", {"": part}).values()
+    return [
+        buffer
+        for part in parts
+        for buffer in getattr(part, "members", {"": part}).values()
+        if hasattr(buffer, "storage")
     ]
-    return [buffer.storage for buffer in buffers if hasattr(buffer, "storage")]
+
+
+def are_freed(references: list[ref[Any]], *, waits: bool) -> bool:
+    """Whether nothing is left; a thread may still transform a batch."""
+    for _ in range(500 * waits):
+        if not any(reference() is not None for reference in references):
+            break
+        time.sleep(0.01)
+    return all(reference() is None for reference in references)
 
 
 @pytest.mark.parametrize("name", USES)
 def test_a_storage_is_freed_with_its_last_buffer(name, tmp_path):
     used = USES[name](tmp_path)
-    left = [ref(storage) for storage in storages_of(used)]
+    left = [ref(buffer.storage) for buffer in buffers_of(used)]
     assert left
     del used
-    # a thread may still transform a batch
-    for _ in range(500 * (name == "prefetching")):
-        time.sleep(0.01)
-        if not any(reference() for reference in left):
-            break
-    assert [reference() for reference in left] == [None] * len(left)
+    assert are_freed(left, waits=name == "prefetching")
 
 
 @pytest.mark.parametrize("name", USES)
 def test_close_frees_the_rows_although_the_buffers_live(name, tmp_path):
     used = USES[name](tmp_path)
-    parts = used if isinstance(used, tuple) else (used,)
-    storages = storages_of(used)
-    left = [ref(storage.rows.flat) for storage in storages]
-    assert all(reference() is not None for reference in left)
-    for part in parts:
-        for each in getattr(part, "members", {"": part}).values():
-            getattr(each, "close", getattr(each, "shutdown", lambda: None))()
-    for storage in storages:  # of TorchRL's buffers, which have no `close`
-        storage.close()
-    # a thread may still transform a batch
-    for _ in range(500 * (name == "prefetching")):
-        time.sleep(0.01)
-        if not any(reference() is not None for reference in left):
-            break
-    assert [reference() is None for reference in left] == [True] * len(left)
-    del used, parts
-
-
-def test_a_reopened_folder_is_free_once_its_buffer_is_deleted(tmp_path):
-    for count in (5, 10):
-        rb = ReplayBuffer(
-            storage=PackedStorage(20, scratch_dir=tmp_path, reopen=True),
-            sampler=UniformSampler(),
-        )
-        rb.extend(steps(count - 5, 5, 0))
-        assert len(rb) == count
-        with pytest.raises(RuntimeError, match="are open in process"):
-            PackedStorage(20, scratch_dir=tmp_path, reopen=True)
-        del rb
+    left = [ref(buffer.storage.rows.flat) for buffer in buffers_of(used)]
+    for buffer in buffers_of(used):
+        if isinstance(buffer, ReplayBuffer):
+            buffer.close()
+        else:  # of TorchRL's buffers, which have no `close`
+            buffer.shutdown()
+            buffer.storage.close()
+    assert are_freed(left, waits=name == "prefetching")
+    del used
 
 
 def test_a_deleted_buffer_leaves_the_storage_to_others():
     storage = PackedStorage(20)
     one, other = (
-        ReplayBuffer(storage=storage, sampler=SAMPLERS["rank"](20), batch_size=4)
-        for _ in range(2)
+        ReplayBuffer(storage=storage, sampler=RankSampler(20)) for _ in range(2)
     )
     one.extend(steps(0, 5, 0))
     del one
     other.extend(steps(5, 5, 0))
+    assert len(other.sample(4)) == 4
     other.close()
     assert storage.is_closed
 
@@ -516,14 +447,13 @@ def test_a_deleted_buffer_leaves_the_storage_to_others():
 @pytest.mark.parametrize("stats", [None, EpisodeStats], ids=["plain", "stats"])
 def test_the_rows_are_freed_at_the_end_of_a_with_block(stats: Any) -> None:
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4, stats=stats and stats())
-    mixture = ReplayBufferMixture(
-        {"one": rb, "same": rb}, {"one": 1, "same": 1}, batch_size=4
-    )
+    members = {"one": rb, "same": rb}
+    mixture = ReplayBufferMixture(members, {"one": 1, "same": 1}, batch_size=4)
     with rb:
         for number in range(3):
             rb.extend(steps(number, 5, 0))
             rb.sample()
-            assert len(mixture.sample()) == 4
+            mixture.sample()
         rows = ref(rb.storage.rows)
         assert rows() is not None
     assert rows() is None

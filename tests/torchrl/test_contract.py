@@ -470,6 +470,8 @@ def test_data_sets_ask_for_these_methods():
 #: A part, TorchRL's, and the keywords that have another name here, or (in words) none;
 # the class's docstring says why.
 REPLACED: list[tuple[type, type, dict[str, str]]] = [
+    (rlbuf_td.PackedStorage, theirs.LazyTensorStorage, {}),
+    (rlbuf_td.PackedStorage, theirs.LazyMemmapStorage, {}),
     (rlbuf_td.UniformSampler, theirs.RandomSampler, {}),
     (rlbuf_td.MinibatchSampler, theirs.SamplerWithoutReplacement, {}),
     (rlbuf_td.ProportionalSampler, theirs.PrioritizedSampler, {}),
