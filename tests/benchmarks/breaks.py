@@ -301,7 +301,7 @@ BREAKS = [
         "functional/advantage.py",
         '_threshold("c_thresh", c_thresh, ratio))).masked_fill(\n        done, 0',
         '_threshold("c_thresh", c_thresh, ratio))).masked_fill(\n        terminated, 0',
-        "tests/functional/test_functional.py -k vtrace",
+        "tests/functional/test_functional.py -k torchrls",
     ),
     Break(
         "compiled GAE goes on over steps that are done and not terminated",

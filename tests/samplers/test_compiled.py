@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlbuf_td import (
     HindsightSampler,
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -26,8 +25,9 @@ from rlbuf_td import (
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from tests import catalogue
 from tests.backends import forced, running
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, buffer_of
 from tests.catalogue import numbered_rows as data
+from tests.model import reward_fn, terminated_fn
 from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 
 # -- buffers, with the loops of the CPU and with the torch operations of other devices
@@ -117,20 +117,6 @@ def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
 # -- batches of a compiled plan, and those of a plan of torch forms
 
 
-def reward_fn(batch) -> torch.Tensor:
-    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
-    return -distance * (1 + batch["action"] % 3) / 8
-
-
-def terminated_fn(batch) -> torch.Tensor:
-    return (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1)
-
-
-def hindsight(inner, reward=reward_fn, **given) -> HindsightSampler:
-    return HindsightSampler(inner, reward, **given)
-
-
-per = ProportionalSampler
 ALONE = (
     "uniform",
     "unique",
@@ -140,13 +126,15 @@ ALONE = (
     "no norm",
     "rank",
     "recency",
+    "n-step",
 )
 KINDS: dict[str, Callable[[int], Any]] = {
     **{name: SAMPLERS[name] for name in ALONE},
-    "n-step": lambda n: NStepSampler(per(n), 3, 0.9),
-    "hindsight": lambda n: hindsight(per(n), terminated_fn=terminated_fn),
-    "random goals": lambda n: hindsight(
-        UniformSampler(), strategy={"episode": 0.5, "random": 0.5}
+    "hindsight": lambda n: HindsightSampler(
+        ProportionalSampler(n), reward_fn, terminated_fn=terminated_fn
+    ),
+    "random goals": lambda n: HindsightSampler(
+        UniformSampler(), reward_fn, strategy={"episode": 0.5, "random": 0.5}
     ),
 }
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -214,33 +202,30 @@ def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp
 
 
 def test_a_reward_function_may_move_its_batch_but_not_free_it(tmp_path):
-    change: list[Any] = []
+    changes: list[Any] = []
 
     def reward(batch) -> torch.Tensor:
-        found = reward_fn(batch)
-        for each in change:
+        rewards = reward_fn(batch)
+        for change in changes:
             for leaf in batch.values(True, True):
-                each(leaf)
-        return found
+                change(leaf)
+        return rewards
 
-    samplers = [
-        lambda rows, fn=fn: SequenceSampler(hindsight(UniformSampler(), fn), 4)
-        for fn in (reward, reward_fn)
-    ]
-    makers = [FORMS["rows"].of(sampler) for sampler in samplers]
-    rb, plain = (made_by(maker, tmp_path) for maker in makers)
-    for number in range(10):
-        change[:] = [torch.Tensor.share_memory_] if number > 5 else []
-        ours, theirs = (
-            maker.run(each, number)
-            for maker, each in zip(makers, (rb, plain), strict=True)
+    def windows_of_goals(fn) -> Maker:
+        return FORMS["rows"].of(
+            lambda rows: SequenceSampler(HindsightSampler(UniformSampler(), fn), 4)
         )
-        assert_equal(ours, theirs, ALWAYS)
+
+    moving, plain = windows_of_goals(reward), windows_of_goals(reward_fn)
+    rb, other = made_by(moving, tmp_path), made_by(plain, tmp_path)
+    for number in range(10):
+        changes[:] = [torch.Tensor.share_memory_] if number > 5 else []
+        assert_equal(moving.run(rb, number), plain.run(other, number), ALWAYS)
     assert ", sample" in rb.compiled
-    change[:] = [lambda leaf: leaf.untyped_storage().resize_(0)]
+    changes[:] = [lambda leaf: leaf.untyped_storage().resize_(0)]
     with pytest.raises(RuntimeError, match=r"no memory|resized or freed"):
         rb.sample()
-    change.clear()
+    changes.clear()
     assert len(rb.sample()) == 8
 
 
@@ -324,13 +309,13 @@ NEVER_WAIT = {name: made for name, made in SAMPLERS.items() if name not in WAIT}
 }
 
 
-@pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
-def test_a_training_loop_never_waits(sampler):
+@pytest.mark.parametrize("name", turns([(name,) for name in NEVER_WAIT], 6))
+def test_a_training_loop_never_waits(name):
     """Episodes are noted by the kernel: with torch's operations alone, a write waits
     for the length of the newest episode."""
     pytest.importorskip("triton")
     with forced("torch"):
-        rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler(60), batch_size=32)
+        rb = buffer_of(60, NEVER_WAIT[name](60), batch_size=32)
         rows, td_error = [data(35, 35 * k) for k in range(4)], torch.rand(32)
         with forced("triton"):
             rb.storage.reserve(rows[0][0])
@@ -423,9 +408,7 @@ def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_write
 )
 def test_what_was_made_in_inference_mode_is_written_to_outside_it(path, name):
     with forced(path):
-        rb = ReplayBuffer(
-            storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32
-        )
+        rb = buffer_of(60, SAMPLERS[name](60), batch_size=32)
         with torch.inference_mode():
             use(rb, 0)
             rb.load_state_dict(rb.state_dict())
