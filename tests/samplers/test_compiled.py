@@ -3,7 +3,6 @@ torch forms ask no device for a value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tests import catalogue
 from tests.backends import forced, running
 from tests.catalogue import SAMPLERS, buffer_of
 from tests.catalogue import numbered_rows as data
-from tests.model import reward_fn, terminated_fn
+from tests.model import reward_fn
 from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 
 # -- buffers, with the loops of the CPU and with the torch operations of other devices
@@ -66,30 +65,46 @@ def turns(cases: list[Any], every: int) -> list[Any]:
     ]
 
 
+def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
+    with running(backend):
+        return maker.make(folder, 0)
+
+
+def with_torch_forms(sampler):
+    """Return a sampler that overrides a method of its own, by itself: then it has no
+    compiled form of this method."""
+    name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
+    setattr(sampler, name, getattr(sampler, name))
+    return sampler
+
+
 @pytest.mark.parametrize(("sampler", "form"), turns(EVERY, len(PLACES)))
-def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
+def test_a_compiled_buffer_gives_what_the_torch_forms_give_here_and_on_another_device(
     sampler, form, tmp_path
 ):
     maker = FORMS[form].of(MORE[sampler])
-
-    def run(rb: Any, backend: str, number: int) -> list[Any]:
-        with running(backend):
-            return maker.run(rb, number)
-
+    of_torch = FORMS[form].of(lambda rows: with_torch_forms(MORE[sampler](rows)))
     buffers = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
+    rb = made_by(of_torch, tmp_path)
+
+    def compare(number: int) -> None:
+        outcomes = []
+        for backend, other in (*buffers.items(), ("compiled", rb)):
+            with running(backend):
+                outcomes.append(maker.run(other, number))
+        for outcome in outcomes[1:]:
+            assert_close(outcomes[0], outcome)
+
     for number in range(maker.before + 1):
-        assert_close(*(run(rb, backend, number) for backend, rb in buffers.items()))
-    copies = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
-    for backend, source in zip(BACKENDS, reversed(buffers.values()), strict=True):
+        compare(number)
+    compiled, reference = (buffers[backend].state_dict() for backend in BACKENDS)
+    for backend, state in zip(BACKENDS, (reference, compiled), strict=True):
+        buffers[backend] = made_by(maker, tmp_path, backend)
         with running(backend):
-            copies[backend].load_state_dict(source.state_dict())
+            buffers[backend].load_state_dict(state)
     for number in maker.after():
-        ours, *others = (
-            run(rb, backend, number)
-            for backend, rb in (*buffers.items(), *copies.items())
-        )
-        for theirs in others:
-            assert_close(ours, theirs)
+        compare(number)
+    assert ("not sample" in rb.compiled) == isinstance(rb.sampler, SamplerWrapper)
 
 
 @pytest.mark.parametrize("name", ["proportional", "rank"])
@@ -109,96 +124,7 @@ def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
         assert rb.health()["refused_priorities"] == 2.0
 
 
-def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
-    with running(backend):
-        return maker.make(folder, 0)
-
-
 # -- batches of a compiled plan, and those of a plan of torch forms
-
-
-ALONE = (
-    "uniform",
-    "unique",
-    "young",
-    "proportional",
-    "independent",
-    "no norm",
-    "rank",
-    "recency",
-    "n-step",
-)
-KINDS: dict[str, Callable[[int], Any]] = {
-    **{name: SAMPLERS[name] for name in ALONE},
-    "hindsight": lambda n: HindsightSampler(
-        ProportionalSampler(n), reward_fn, terminated_fn=terminated_fn
-    ),
-    "random goals": lambda n: HindsightSampler(
-        UniformSampler(), reward_fn, strategy={"episode": 0.5, "random": 0.5}
-    ),
-}
-WINDOWS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "strict": {"length": 2, "boundary": "strict"},
-    "strict, burn-in": {"length": 2, "boundary": "strict", "burn_in": 2},
-    "shift": {"length": 3, "boundary": "shift", "burn_in": 1, "priority": "mix"},
-    "pad": {"length": 4, "boundary": "pad"},
-    "batch_time": {
-        "length": 3,
-        "boundary": "strict",
-        "burn_in": 1,
-        "output_layout": "batch_time",
-    },
-    "across": {
-        "length": 3,
-        "boundary": "strict",
-        "burn_in": 1,
-        "across_episodes": True,
-    },
-}
-NESTED = [
-    (kind, window, PLACES[(j + k) % 4])
-    for j, kind in enumerate(KINDS)
-    for k, window in enumerate(WINDOWS)
-    if window != "across" or not ("hindsight" in kind or "goals" in kind)
-]
-
-
-def with_torch_forms(sampler):
-    """Return a sampler that overrides a method of its own, by itself: then it has no
-    compiled form of this method."""
-    name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
-    setattr(sampler, name, getattr(sampler, name))
-    return sampler
-
-
-@pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 4))
-def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp_path):
-    def sampler(rows: int):
-        return (
-            SequenceSampler(KINDS[kind](rows), **WINDOWS[window])
-            if WINDOWS[window]
-            else KINDS[kind](rows)
-        )
-
-    makers = [
-        FORMS[form].of(make)
-        for make in (sampler, lambda rows: with_torch_forms(sampler(rows)))
-    ]
-    compiled, torch_form = (made_by(maker, tmp_path) for maker in makers)
-    rounds = 0
-    for number in range(18):
-        ours, theirs = (
-            maker.run(rb, number)
-            for maker, rb in zip(makers, (compiled, torch_form), strict=True)
-        )
-        assert_equal(ours, theirs, ALWAYS, f"round {number}")
-        rounds += ", sample" in compiled.compiled.partition("; not")[0]
-    # where some stages need torch
-    assert rounds > 8 or form in ("lanes apart", "observations once")
-    assert ("not sample" in torch_form.compiled) == isinstance(
-        torch_form.sampler, SamplerWrapper
-    )
 
 
 def test_a_reward_function_may_move_its_batch_but_not_free_it(tmp_path):
