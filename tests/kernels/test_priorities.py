@@ -22,7 +22,7 @@ from rlbuf_td.kernels.rank_order import (
     order_bytes,
 )
 from rlbuf_td.kernels.rank_order import cpu as rank_cpu
-from rlbuf_td.kernels.strata import stratification_of
+from rlbuf_td.kernels.strata import masses, stratification_of
 from rlbuf_td.kernels.sum_tree import (
     LARGEST,
     LARGEST_MAGNITUDE,
@@ -345,6 +345,24 @@ def test_an_error_beyond_float32_has_the_largest_magnitude(order):
     ranks = order(torch.tensor([0.1, 0.2]))
     beyond = torch.tensor([-1e300], dtype=torch.float64)
     assert ranks.update_(torch.tensor([0]), beyond, rows=2) == LARGEST_MAGNITUDE
+
+
+#: Fewer rows than a batch, beyond the table of the law, and where alpha is special.
+@pytest.mark.parametrize(("rows", "alpha"), [(13, 0.5), (1_025, 1.0), (100_000, 0.7)])
+@pytest.mark.parametrize("stratified", [True, False])
+def test_a_draw_by_rank_is_that_of_cumulative_sums(rows, alpha, stratified, device):
+    rule = RankRule(SharedNumbers("d", [alpha, 0.5, -1.0, alpha]))
+    rule.table = rule.make(rows, device)
+    rule.update_(torch.arange(rows), torch.randn(rows), rows)
+    uniform = torch.rand(5_000, dtype=torch.float64)
+    law = stratification_of(len(uniform), stratified, 0.5, "buffer")
+    drawn, _ = rule.draw(uniform.clone(), rows, law)
+    sums = torch.arange(1, rows + 1, dtype=torch.float64).pow(-alpha).cumsum(0)
+    wanted = 1 + torch.searchsorted(
+        sums, masses(uniform, sums[-1], law.step), right=True
+    )
+    is_off = rule.table.ranks_of(drawn) != wanted
+    assert int(is_off.sum()) <= 1  # a mass may lie within rounding of an edge
 
 
 def test_threads_may_draw_update_and_fill_at_the_same_time():

@@ -464,7 +464,7 @@ def test_windows_are_those_of_torch(kind, place):
 
     def windows() -> TensorDict:
         sampler = SequenceSampler(UniformSampler(), **WINDOWS[kind])
-        rb = rows_of_lanes(*place, sampler)
+        rb = rows_of_lanes(steps, rows, lanes, sampler)
         flat, info, batch = sampler.batch_of(rb.storage, anchors, {})
         return batch.update({"flat": flat, **info})
 
@@ -497,7 +497,7 @@ def test_goals_are_those_of_torch(kind, place, monkeypatch):
 
     def relabelled() -> TensorDict:
         sampler = HindsightSampler(UniformSampler(), reward_fn, **GOALS[kind])
-        rb = rows_of_lanes(*place, sampler)
+        rb = rows_of_lanes(steps, rows, lanes, sampler)
         rb.set_rng(torch.Generator().manual_seed(3))
         return sampler.read(rb.storage, drawn, drawn)
 
