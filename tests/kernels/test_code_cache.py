@@ -53,29 +53,40 @@ def start(where: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
+GO = """
+import sys
+from rlbuf_td.kernels.outer import outer
+print("ready", flush=True)
+sys.stdin.readline()
+print(outer(1))
+"""
+
+
+def started_together(where: Path) -> tuple[list[str], int]:
+    """Return what three processes print that start at once, and how many of them have
+    compiled."""
+    started = [start(where, GO, NUMBA_CACHE_DIR="") for _ in range(3)]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate() for process in started]
+    compiled = sum("once per installation" in errors for _, errors in said)
+    return [out for out, _ in said], compiled
+
+
 @pytest.mark.slow
-def test_changed_sources_are_compiled_anew(tmp_path):
+def test_changed_sources_are_compiled_anew_by_one_of_the_processes_that_start(tmp_path):
     room = copy_room(tmp_path)
     (room / "outer.py").write_text(OUTER)
-
-    def say(*numbers: float) -> tuple[list[float], bool]:
-        """Return what processes that start at once print, and whether any of them
-        compiled."""
-        code = "from rlbuf_td.kernels.outer import outer; print(outer({}))"
-        started = [
-            start(tmp_path, code.format(number), NUMBA_CACHE_DIR="")
-            for number in numbers
-        ]
-        said = [process.communicate() for process in started]
-        return [float(out) for out, _ in said], any(
-            "once per installation" in errors for _, errors in said
-        )
-
     (room / "inner.py").write_text(INNER.format(1))
-    assert say(1, 1.5) == ([2, 2.5], True)
-    assert say(3) == ([4], False)
+    assert started_together(tmp_path) == (["2\n"] * 3, 1)
+    assert started_together(tmp_path) == (["2\n"] * 3, 0)
     (room / "inner.py").write_text(INNER.format(2))
-    assert say(1) == ([3], True)
+    assert started_together(tmp_path) == (["3\n"] * 3, 1)
 
 
 @pytest.mark.slow
@@ -185,6 +196,7 @@ warnings.simplefilter("error")
 """
 
 
+@pytest.mark.slow
 def test_without_numba_one_warning_is_given_and_the_reference_runs(tmp_path):
     out, errors = start(tmp_path, WITHOUT_NUMBA + TRAINING).communicate()
     warning, refused = out.splitlines()[:2]
@@ -195,34 +207,6 @@ def test_without_numba_one_warning_is_given_and_the_reference_runs(tmp_path):
     assert "|" not in warning
     assert re.match("share_next .*: install numba", refused)
     assert sum("[" in line for line in out.splitlines()) == 91, errors
-
-
-GO = """
-import sys
-from rlbuf_td.kernels.outer import outer
-print("ready", flush=True)
-sys.stdin.readline()
-print(outer(1))
-"""
-
-
-def test_of_processes_that_start_together_one_compiles(tmp_path):
-    room = copy_room(tmp_path)
-    (room / "outer.py").write_text(OUTER)
-    (room / "inner.py").write_text(INNER.format(1))
-    started = [
-        start(tmp_path, GO, NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(3)
-    ]
-    for process in started:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in started:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    said = [process.communicate() for process in started]
-    assert [out for out, _ in said] == ["2\n"] * 3
-    assert sum("once per installation" in errors for _, errors in said) == 1
 
 
 @pytest.mark.slow

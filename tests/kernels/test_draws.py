@@ -3,10 +3,8 @@ law of ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
-from itertools import product
-from math import gcd, perm
+from math import gcd
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
+from rlbuf_td.kernels.draws import distinct_rows
 from rlbuf_td.kernels.rank_order import HEAD, mass, rank_distribution, ranks_of_mass
 from rlbuf_td.kernels.strata import masses, step_of
 from tests.statistics import assert_follows
@@ -71,22 +69,6 @@ def shuffled(uniform: list[float], rows: int) -> list[int]:
     return places[: len(uniform)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch"), [(1, 1), (4, 4), (5, 3), (6, 4), (6, 6), (9, 2)]
-)
-def test_each_ordered_selection_comes_from_exactly_one_choice_of_places(rows, batch):
-    found: Counter[tuple[int, ...]] = Counter()
-    for places in product(*(range(rows - k) for k in range(batch))):
-        uniform = [(place + 0.5) / (rows - k) for k, place in enumerate(places)]
-        found[
-            tuple(
-                distinct_rows(torch.tensor(uniform, dtype=torch.float64), rows).tolist()
-            )
-        ] += 1
-    assert len(found) == perm(rows, batch)
-    assert set(found.values()) == {1}
-
-
 @given(st.integers(0, 80), st.integers(0, 2_000), st.integers(0, 2**16), st.booleans())
 def test_rows_are_those_of_a_shuffle_that_moves_them(batch, more, seed, whole):
     rows = batch + more * (not whole)
@@ -101,26 +83,6 @@ def test_rows_are_those_of_a_shuffle_that_moves_them(batch, more, seed, whole):
         distinct_rows(uniform, torch.tensor(float(rows), dtype=torch.float64)).tolist()
         == expected
     )
-
-
-VALUES = st.one_of(
-    st.integers(0, 20), st.integers(0, 2**62), st.integers(0, 40).map(lambda k: k << 32)
-)
-
-
-@given(
-    st.integers(0, 70), st.lists(st.lists(VALUES, max_size=80), min_size=1, max_size=4)
-)
-def test_values_are_appended_once_and_in_order_until_there_is_no_room(room, rounds):
-    out, kept = torch.full((room + 1,), -7), 0
-    wanted: list[int] = []
-    for values in rounds:
-        kept = append_distinct_(
-            out[:room], kept, torch.tensor(values, dtype=torch.int64)
-        )
-        wanted = [*dict.fromkeys([*wanted, *values])][:room]
-        assert out[:kept].tolist() == wanted
-        assert out[room] == -7
 
 
 ALPHAS = [0.0, 0.3, 0.5, 0.7, 1.0 - 1e-9, 1.0, 1.0 + 1e-6, 1.5]

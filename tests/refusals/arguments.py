@@ -60,7 +60,9 @@ def number(
     make: Callable[..., Any], names: str, numbers: list[float], rule: str
 ) -> list[Row]:
     """Return rows of numbers out of range, and of what is no number."""
-    no_number = wrong_numbers(make, names, ["one"], "TypeError: {} must be a number")
+    others = ["0.5", [0.5], {}, True, zeros(2)]
+    said = "TypeError: {} must be .* got .*, of type"
+    no_number = wrong_numbers(make, names, others, said)
     return no_number + wrong_numbers(
         make, names, numbers, f"ValueError: {{}} must be {rule}, got "
     )
@@ -226,6 +228,7 @@ STORAGES: list[Row] = [
 BUFFERS: list[Row] = [
     *whole(td.ReplayBuffer, 0, "min_size batch_size"),
     *number(td.ReplayBuffer, "samples_per_insert", [0.0, nan, torch.inf], "a positive number"),
+    *number(partial(td.ReplayBuffer, samples_per_insert=1), "tolerance", [0, nan], "at least 1.0"),
     *called_with(td.ReplayBuffer,
            ({"checkpointer": FlatStorageCheckpointer()}, "NotImplementedError: without TorchRL"),
            ({"device": "cuda:99"}, "RuntimeError: device='cuda:99' is missing: torch finds . CUDA"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from operator import setitem
 from typing import Any
 
@@ -17,7 +16,6 @@ from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs import ObservationNorm
 
-from tests.catalogue import SAMPLERS
 from tests.refusals.makers import *
 
 
@@ -81,13 +79,6 @@ def normalized():
 
 
 WIDER = TensorDict({"observation": ones(20, 3), "reward": ones(20, 7)}, [20])
-GOALS = steps(20, desired_goal=zeros(20, 2)).set(
-    ("next", "achieved_goal"), zeros(20, 2)
-)
-
-
-def sample_of(make, size):
-    return filled(make(30), GOALS, batch_size=None).sample(size)
 
 
 class Holding(td.UniformSampler):
@@ -311,9 +302,6 @@ READS: Table = {
             lambda rb: rb.wait_until_sampleable(), lambda rb: rb.sample()),
         (lambda rb: rb.chronological(), "RuntimeError: empty"),
     ],
-    ("ReplayBuffer.sample, samplers", nothing): each(
-        lambda _, sample: sample(),
-        *((partial(sample_of, make, size), NO_SAMPLE) for make in SAMPLERS.values() for size in (-1, 2.5))),
     ("ReplayBuffer.sample", buffer): each(lambda rb, n: rb.sample(n), *((n, NO_SAMPLE) for n in (-1, 2.5, [4]))),
     ("ReplayBuffer.sample of no rows", fresh): [
         (lambda rb: rb.sample(), "RuntimeError: empty storage: extend the buffer first"),

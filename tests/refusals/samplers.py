@@ -138,6 +138,7 @@ REFUSALS: Table = {
     ] for make in (prioritized, ranked)},
     ("RankSampler.segments", ranked): [
         (lambda rb: rb.sampler.segments(0), "ValueError: at least 1 segment, got k=0"),
+        (lambda rb: rb.sampler.rank([30]), "IndexError: rows are 0 to 29"),
     ],
     ("RankSampler.sample, drawn", lambda: td.RankSampler(4)): [
         (lambda sampler: sampler.sample(storage(), 2), "RuntimeError: no row has a priority"),
@@ -164,6 +165,7 @@ REFUSALS: Table = {
         *each(lambda sampler, setting: setattr(sampler.sampler.sampler, setting, 1.5), *(
             (setting, f"ValueError: {setting} must be between 0 and 1") for setting in ("future_gamma", "her_ratio"))),
         (lambda sampler: setattr(sampler, "n_steps", 4), "AttributeError: set sampler.n_steps of this Seq"),
+        (lambda sampler: setattr(sampler, "her_ratio", 1), "AttributeError: set sampler.sampler.her_ratio of this"),
         (lambda sampler: setattr(sampler, "length", 6), "AttributeError: length is fixed when a SequenceSampler is"),
     ],
     **sampling("HindsightSampler",

@@ -3,7 +3,6 @@ torch forms ask no device for a value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlbuf_td import (
     HindsightSampler,
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -26,8 +24,9 @@ from rlbuf_td import (
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from tests import catalogue
 from tests.backends import forced, running
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, buffer_of
 from tests.catalogue import numbered_rows as data
+from tests.model import reward_fn
 from tests.test_goes_on import ALWAYS, FORMS, MORE, Maker, assert_equal
 
 # -- buffers, with the loops of the CPU and with the torch operations of other devices
@@ -66,30 +65,46 @@ def turns(cases: list[Any], every: int) -> list[Any]:
     ]
 
 
+def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
+    with running(backend):
+        return maker.make(folder, 0)
+
+
+def with_torch_forms(sampler):
+    """Return a sampler that overrides a method of its own, by itself: then it has no
+    compiled form of this method."""
+    name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
+    setattr(sampler, name, getattr(sampler, name))
+    return sampler
+
+
 @pytest.mark.parametrize(("sampler", "form"), turns(EVERY, len(PLACES)))
-def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(
+def test_a_compiled_buffer_gives_what_the_torch_forms_give_here_and_on_another_device(
     sampler, form, tmp_path
 ):
     maker = FORMS[form].of(MORE[sampler])
-
-    def run(rb: Any, backend: str, number: int) -> list[Any]:
-        with running(backend):
-            return maker.run(rb, number)
-
+    of_torch = FORMS[form].of(lambda rows: with_torch_forms(MORE[sampler](rows)))
     buffers = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
+    rb = made_by(of_torch, tmp_path)
+
+    def compare(number: int) -> None:
+        outcomes = []
+        for backend, other in (*buffers.items(), ("compiled", rb)):
+            with running(backend):
+                outcomes.append(maker.run(other, number))
+        for outcome in outcomes[1:]:
+            assert_close(outcomes[0], outcome)
+
     for number in range(maker.before + 1):
-        assert_close(*(run(rb, backend, number) for backend, rb in buffers.items()))
-    copies = {backend: made_by(maker, tmp_path, backend) for backend in BACKENDS}
-    for backend, source in zip(BACKENDS, reversed(buffers.values()), strict=True):
+        compare(number)
+    compiled, reference = (buffers[backend].state_dict() for backend in BACKENDS)
+    for backend, state in zip(BACKENDS, (reference, compiled), strict=True):
+        buffers[backend] = made_by(maker, tmp_path, backend)
         with running(backend):
-            copies[backend].load_state_dict(source.state_dict())
+            buffers[backend].load_state_dict(state)
     for number in maker.after():
-        ours, *others = (
-            run(rb, backend, number)
-            for backend, rb in (*buffers.items(), *copies.items())
-        )
-        for theirs in others:
-            assert_close(ours, theirs)
+        compare(number)
+    assert ("not sample" in rb.compiled) == isinstance(rb.sampler, SamplerWrapper)
 
 
 @pytest.mark.parametrize("name", ["proportional", "rank"])
@@ -109,138 +124,34 @@ def test_bad_errors_on_another_device_change_no_priority_and_are_counted(
         assert rb.health()["refused_priorities"] == 2.0
 
 
-def made_by(maker: Maker, folder: Path, backend: str = "compiled"):
-    with running(backend):
-        return maker.make(folder, 0)
-
-
 # -- batches of a compiled plan, and those of a plan of torch forms
 
 
-def reward_fn(batch) -> torch.Tensor:
-    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
-    return -distance * (1 + batch["action"] % 3) / 8
-
-
-def terminated_fn(batch) -> torch.Tensor:
-    return (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1)
-
-
-def hindsight(inner, reward=reward_fn, **given) -> HindsightSampler:
-    return HindsightSampler(inner, reward, **given)
-
-
-per = ProportionalSampler
-ALONE = (
-    "uniform",
-    "unique",
-    "young",
-    "proportional",
-    "independent",
-    "no norm",
-    "rank",
-    "recency",
-)
-KINDS: dict[str, Callable[[int], Any]] = {
-    **{name: SAMPLERS[name] for name in ALONE},
-    "n-step": lambda n: NStepSampler(per(n), 3, 0.9),
-    "hindsight": lambda n: hindsight(per(n), terminated_fn=terminated_fn),
-    "random goals": lambda n: hindsight(
-        UniformSampler(), strategy={"episode": 0.5, "random": 0.5}
-    ),
-}
-WINDOWS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "strict": {"length": 2, "boundary": "strict"},
-    "strict, burn-in": {"length": 2, "boundary": "strict", "burn_in": 2},
-    "shift": {"length": 3, "boundary": "shift", "burn_in": 1, "priority": "mix"},
-    "pad": {"length": 4, "boundary": "pad"},
-    "batch_time": {
-        "length": 3,
-        "boundary": "strict",
-        "burn_in": 1,
-        "output_layout": "batch_time",
-    },
-    "across": {
-        "length": 3,
-        "boundary": "strict",
-        "burn_in": 1,
-        "across_episodes": True,
-    },
-}
-NESTED = [
-    (kind, window, PLACES[(j + k) % 4])
-    for j, kind in enumerate(KINDS)
-    for k, window in enumerate(WINDOWS)
-    if window != "across" or not ("hindsight" in kind or "goals" in kind)
-]
-
-
-def with_torch_forms(sampler):
-    """Return a sampler that overrides a method of its own, by itself: then it has no
-    compiled form of this method."""
-    name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
-    setattr(sampler, name, getattr(sampler, name))
-    return sampler
-
-
-@pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 4))
-def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp_path):
-    def sampler(rows: int):
-        return (
-            SequenceSampler(KINDS[kind](rows), **WINDOWS[window])
-            if WINDOWS[window]
-            else KINDS[kind](rows)
-        )
-
-    makers = [
-        FORMS[form].of(make)
-        for make in (sampler, lambda rows: with_torch_forms(sampler(rows)))
-    ]
-    compiled, torch_form = (made_by(maker, tmp_path) for maker in makers)
-    rounds = 0
-    for number in range(18):
-        ours, theirs = (
-            maker.run(rb, number)
-            for maker, rb in zip(makers, (compiled, torch_form), strict=True)
-        )
-        assert_equal(ours, theirs, ALWAYS, f"round {number}")
-        rounds += ", sample" in compiled.compiled.partition("; not")[0]
-    # where some stages need torch
-    assert rounds > 8 or form in ("lanes apart", "observations once")
-    assert ("not sample" in torch_form.compiled) == isinstance(
-        torch_form.sampler, SamplerWrapper
-    )
-
-
 def test_a_reward_function_may_move_its_batch_but_not_free_it(tmp_path):
-    change: list[Any] = []
+    changes: list[Any] = []
 
     def reward(batch) -> torch.Tensor:
-        found = reward_fn(batch)
-        for each in change:
+        rewards = reward_fn(batch)
+        for change in changes:
             for leaf in batch.values(True, True):
-                each(leaf)
-        return found
+                change(leaf)
+        return rewards
 
-    samplers = [
-        lambda rows, fn=fn: SequenceSampler(hindsight(UniformSampler(), fn), 4)
-        for fn in (reward, reward_fn)
-    ]
-    makers = [FORMS["rows"].of(sampler) for sampler in samplers]
-    rb, plain = (made_by(maker, tmp_path) for maker in makers)
-    for number in range(10):
-        change[:] = [torch.Tensor.share_memory_] if number > 5 else []
-        ours, theirs = (
-            maker.run(each, number)
-            for maker, each in zip(makers, (rb, plain), strict=True)
+    def windows_of_goals(fn) -> Maker:
+        return FORMS["rows"].of(
+            lambda rows: SequenceSampler(HindsightSampler(UniformSampler(), fn), 4)
         )
-        assert_equal(ours, theirs, ALWAYS)
+
+    moving, plain = windows_of_goals(reward), windows_of_goals(reward_fn)
+    rb, other = made_by(moving, tmp_path), made_by(plain, tmp_path)
+    for number in range(10):
+        changes[:] = [torch.Tensor.share_memory_] if number > 5 else []
+        assert_equal(moving.run(rb, number), plain.run(other, number), ALWAYS)
     assert ", sample" in rb.compiled
-    change[:] = [lambda leaf: leaf.untyped_storage().resize_(0)]
+    changes[:] = [lambda leaf: leaf.untyped_storage().resize_(0)]
     with pytest.raises(RuntimeError, match=r"no memory|resized or freed"):
         rb.sample()
-    change.clear()
+    changes.clear()
     assert len(rb.sample()) == 8
 
 
@@ -324,13 +235,13 @@ NEVER_WAIT = {name: made for name, made in SAMPLERS.items() if name not in WAIT}
 }
 
 
-@pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
-def test_a_training_loop_never_waits(sampler):
+@pytest.mark.parametrize("name", turns([(name,) for name in NEVER_WAIT], 6))
+def test_a_training_loop_never_waits(name):
     """Episodes are noted by the kernel: with torch's operations alone, a write waits
     for the length of the newest episode."""
     pytest.importorskip("triton")
     with forced("torch"):
-        rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler(60), batch_size=32)
+        rb = buffer_of(60, NEVER_WAIT[name](60), batch_size=32)
         rows, td_error = [data(35, 35 * k) for k in range(4)], torch.rand(32)
         with forced("triton"):
             rb.storage.reserve(rows[0][0])
@@ -423,9 +334,7 @@ def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_write
 )
 def test_what_was_made_in_inference_mode_is_written_to_outside_it(path, name):
     with forced(path):
-        rb = ReplayBuffer(
-            storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32
-        )
+        rb = buffer_of(60, SAMPLERS[name](60), batch_size=32)
         with torch.inference_mode():
             use(rb, 0)
             rb.load_state_dict(rb.state_dict())

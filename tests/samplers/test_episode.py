@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -20,21 +19,11 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.catalogue import buffer_of
 from tests.model import Episodes, Recipe, World
 from tests.statistics import assert_follows, power
 
 GAMMA = 0.9
-Cell = tuple[int, int]  # slot and lane
-
-
-def episodes(world: World, finished_only: bool = True) -> dict[Cell, list[Cell]]:
-    """Return the rows of each stored episode whose first row is stored, by its first
-    row."""
-    found = (
-        [*map(world.model.cell, whole)]
-        for whole in world.model.whole(only_finished=finished_only)
-    )
-    return {whole[0]: whole for whole in found}
 
 
 def filled(
@@ -80,26 +69,21 @@ def test_episodes_are_equally_likely_or_in_proportion_to_their_length(
         world = filled(sampler, lanes, 60 // lanes)
     recipe = Recipe(episodes=Episodes(False, finished_only, max_length, GAMMA))
     world.check_batch(world.rb.sample(50), recipe)
-    known = episodes(world, finished_only)
-    law = np.array(
-        [1.0 if by == "episode" else float(len(whole)) for whole in known.values()]
-    )
-    counts: Counter[Cell] = Counter()
-    for _ in range(40):
+    model = world.model
+    known = model.whole(only_finished=finished_only)
+    law = np.array([1.0 if by == "episode" else float(len(whole)) for whole in known])
+    law /= law.sum()
+    cells = np.zeros(model.steps * len(model.rows_of))
+    for _ in range(12):
         batch = world.rb.sample(5_000)
         at = batch[torch.cat((torch.ones(1), batch["episode"].diff())) != 0]
-        index = at["index"] if at["index"].ndim > 1 else at["index"][:, None]
-        slots = (index[:, 0] - at["episode_step"]) % world.model.steps
-        counts.update(
-            zip(
-                slots.tolist(),
-                index[:, 1].tolist() if index.shape[1] > 1 else [0] * 5_000,
-                strict=True,
-            )
-        )
-    assert counts.keys() <= known.keys()
-    assert power(law / law.sum(), 200_000, 0.02) > 0.99
-    assert_follows(np.array([counts[first] for first in known]), law / law.sum())
+        slot, *lane = at["index"].view(5_000, -1).T
+        first = (slot - at["episode_step"]) % model.steps * len(model.rows_of)
+        np.add.at(cells, (first + sum(lane)).numpy(), 1)
+    counts = cells[[model.flat(whole[0]) for whole in known]]
+    assert counts.sum() == cells.sum()
+    assert power(law, 60_000, 0.04) > 0.99
+    assert_follows(counts, law)
 
 
 def test_batches_have_names_and_the_generator_of_the_buffer():
@@ -118,16 +102,18 @@ def test_batches_have_names_and_the_generator_of_the_buffer():
     )
 
 
+def written(done: list[bool], capacity: int, **options) -> ReplayBuffer:
+    sampler = EpisodeSampler(**options)
+    return buffer_of(capacity, sampler, rows=rows_that_end(done), batch_size=200)
+
+
+def rows_that_end(done: list[bool], first: int = 0) -> TensorDict:
+    x = torch.arange(first, first + len(done))
+    return TensorDict({"x": x, "next": {"done": torch.tensor(done)}}, [len(done)])
+
+
 def test_each_window_around_a_row_is_equally_likely():
-    torch.manual_seed(0)
-    rb = ReplayBuffer(
-        storage=PackedStorage(20),
-        sampler=EpisodeSampler(None, 3, "episode"),
-        batch_size=60_000,
-    )
-    done = torch.zeros(7, dtype=torch.bool)
-    done[6] = True
-    rb.extend(TensorDict({"next": {"done": done}}, [7]))
+    rb = written([False] * 6 + [True], 20, max_length=3, by="episode")
     windows = [
         [start for start in range(5) if start <= row < start + 3] for row in range(7)
     ]
@@ -136,22 +122,8 @@ def test_each_window_around_a_row_is_equally_likely():
         for start in range(5)
     ]
     assert power(np.array(law), 60_000, bias=0.03) > 0.95
-    assert_follows(rb.sample()["episode_step"][:, 0].bincount(minlength=5), law)
-
-
-def written(done: list[bool], capacity: int, **options) -> ReplayBuffer:
-    rb = ReplayBuffer(
-        storage=PackedStorage(capacity),
-        sampler=EpisodeSampler(**options),
-        batch_size=200,
-    )
-    rb.extend(
-        TensorDict(
-            {"x": torch.arange(len(done)), "next": {"done": torch.tensor(done)}},
-            [len(done)],
-        )
-    )
-    return rb
+    starts = rb.sample(60_000)["episode_step"][:, 0]
+    assert_follows(starts.bincount(minlength=5), law)
 
 
 def firsts(rb: ReplayBuffer) -> set[int]:
@@ -163,9 +135,8 @@ def test_an_episode_whose_first_rows_were_never_stored_is_not_drawn(share):
     rb = written([False, True], 4)
     if share:
         rb.share()
-    done = torch.tensor([False, False, False, True, False, True])
     # rows 10 and 11 are not stored
-    rb.extend(TensorDict({"x": torch.arange(10, 16), "next": {"done": done}}, [6]))
+    rb.extend(rows_that_end([False, False, False, True, False, True], 10))
     assert firsts(rb) == {14}
 
 
@@ -174,7 +145,7 @@ def test_a_waiting_call_returns_when_an_episode_ends():
     assert not rb.can_sample()
     with pytest.raises(TimeoutError):
         rb.sample(wait=True, timeout=0.01)
-    rb.add(TensorDict({"x": torch.tensor(2), "next": {"done": torch.tensor(True)}}))
+    rb.add(rows_that_end([True], 2)[0])
     assert rb.can_sample()
     assert rb.sample(wait=True, timeout=1)["x"].tolist() == [[0, 1, 2]] * 200
 
@@ -193,18 +164,12 @@ def test_interleaved_trajectories_are_reported():
 @pytest.mark.parametrize("finished_only", [True, False])
 def test_an_episode_longer_than_the_storage_is_not_waited_for(finished_only):
     """More steps of an endless episode bring no first rows back."""
-    sampler = EpisodeSampler(finished_only=finished_only)
-    rb = ReplayBuffer(storage=PackedStorage(8), sampler=sampler, batch_size=2)
-    done = torch.zeros(8, 1, dtype=torch.bool)
-    rows = TensorDict({"x": torch.arange(8), "next": {"done": done}}, [8])
-    for _ in range(2):
-        rb.extend(rows)
+    rb = written([False] * 8, 8, finished_only=finished_only)
+    rb.extend(rows_that_end([False] * 8))
     said = "first rows of all stored episodes are gone.*longer than the 8 steps .*larger storage, or a SequenceSampler"
     with pytest.raises(RuntimeError, match=said):
         rb.sample()
     windows = SequenceSampler(UniformSampler(), 2)
     assert len(ReplayBuffer(storage=rb.storage, sampler=windows).sample(4))
-    ended = rows.clone()
-    ended["next", "done"][[1, 5]] = True
-    rb.extend(ended)
+    rb.extend(rows_that_end([False, True, False, False, False, True, False, False]))
     assert {episode[0] for episode in rb.sample()["x"].tolist()} <= {2, 6}

@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.catalogue import numbered_rows
-from tests.model import World, allowed_goals, reward_fn
+from tests.catalogue import buffer_of, numbered_rows, reward_fn
+from tests.model import World, allowed_goals
 from tests.statistics import assert_follows, power
 
 
@@ -33,22 +32,17 @@ def world(sampler, lanes: int = 2, **often) -> World:
 def chosen(made: World, draws: int) -> np.ndarray:
     """Return how often each row (last: none) has given its outcome to each row,
     ``[rows, rows + 1]``."""
-    outcomes = torch.tensor(
-        [row.fields["next", "achieved_goal"] for row in made.model.rows()]
-    )
+    achieved = [row.fields["next", "achieved_goal"] for row in made.model.rows()]
+    outcomes = torch.tensor(achieved)
     rows = len(outcomes)
     counts = np.zeros((rows, rows + 1))
     for _ in range(draws // 5_000):
         batch = made.rb.sample(5_000)
-        index = (
-            batch["index"]
-            if batch["index"].ndim == 1
-            else batch["index"] @ torch.tensor([made.model.lanes, 1])
-        )
-        same = (batch["desired_goal"][:, None] == outcomes).all(-1)
-        assert torch.equal(same.any(1), batch["relabeled"])
-        goal = torch.where(batch["relabeled"], same.int().argmax(1), rows)
-        np.add.at(counts, (index.numpy(), goal.numpy()), 1)
+        row = batch["index"] @ torch.tensor([made.model.lanes, 1])
+        is_same = (batch["desired_goal"][:, None] == outcomes).all(-1)
+        assert torch.equal(is_same.any(1), batch["relabeled"])
+        goal = torch.where(batch["relabeled"], is_same.int().argmax(1), rows)
+        np.add.at(counts, (row.numpy(), goal.numpy()), 1)
     return counts
 
 
@@ -110,10 +104,9 @@ def test_every_allowed_row_is_chosen_with_its_probability(
     )
     torch.manual_seed(0)
     probability = law(made, mixture, her_ratio, only_finished, gamma).flatten()
-    draws = 800_000 if gamma == 0.9 else 50_000
-    assert (
-        draws == 50_000 or power(probability[probability > 0], draws, bias=0.02) > 0.95
-    )
+    draws = 200_000 if gamma == 0.9 else 50_000
+    is_possible = probability > 0
+    assert gamma != 0.9 or power(probability[is_possible], draws, bias=0.04) > 0.95
     assert not all(made.model.ended(row) for row in made.model.rows())
     assert max(made.model.reach(row)[1] for row in made.model.rows()) > 4
     assert_follows(chosen(made, draws).flatten(), probability)
@@ -128,19 +121,6 @@ def test_the_ratio_is_drawn_for_every_row_by_itself():
     draws = masks[:, 1:].numel()
     assert power(law, draws, bias=0.1) > 0.99
     assert_follows([both, draws - both], law)
-
-
-def test_settings_may_change_between_draws():
-    sampler = HindsightSampler(UniformSampler(), reward_fn, her_ratio=0.0)
-    made = world(sampler)
-    assert not made.rb.sample(500)["relabeled"].any()
-    sampler.her_ratio = 1
-    assert made.rb.sample(500)["relabeled"].all()
-    sampler.only_finished = True
-    batch = made.rb.sample(500)
-    finished = [made.model.ended(row) for row in made.rows_at(batch["index"])]
-    assert batch["relabeled"].tolist() == finished
-    assert not all(finished)
 
 
 def test_flags_stay_as_stored_without_terminated_fn():
@@ -203,82 +183,63 @@ def test_goals_of_any_shape_dtype_and_depth(shape, dtype, cls):
     assert torch.equal(batch["next", "reward"].squeeze(-1) == 1, is_next)
 
 
+def half_relabelled(fn, **outcome) -> ReplayBuffer:
+    """Return a buffer of six rows with other outcomes, of which each second one that is
+    drawn gets a new goal; only the stored goals are negative."""
+    rows = numbered_rows(6, 1)
+    rows["next"].update(outcome)
+    return buffer_of(
+        6, HindsightSampler(UniformSampler(), fn, her_ratio=0.5), rows=rows
+    )
+
+
 def test_goals_need_not_be_stored_in_next():
-    batch = one_trajectory(
-        lambda batch: torch.ones(len(batch)), desired_goal=None
-    ).sample(50)
-    assert "desired_goal" not in batch["next"].keys()
-    assert torch.equal((batch["desired_goal"] != 9).all(-1), batch["relabeled"])
+    batch = half_relabelled(lambda batch: torch.ones(len(batch))).sample(50)
+    assert ("next", "desired_goal") not in batch.keys(True)
+    assert torch.equal(batch["desired_goal"][:, 0] > 0, batch["relabeled"])
 
 
+GIVEN: dict[str, Any] = {
+    "float64": torch.Tensor.double,
+    "bool": torch.Tensor.bool,
+    "array": lambda values: values.numpy().astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize(
     ("stored", "dims"), [((), ()), ((1,), ()), ((1,), (1,)), ((1, 1), (1,))]
 )
-def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(stored, dims):
-    for dtype, given in (
-        (torch.float32, torch.float64),
-        (torch.float16, torch.bool),
-        (torch.float32, None),
-    ):
-
-        def reward(batch: TensorDictBase, given=given):
-            values = torch.arange(len(batch)) % 2
-            return (
-                values.numpy().astype(np.float32)
-                if given is None
-                else values.to(given).view(-1, *dims)
-            )
-
-        batch = one_trajectory(
-            reward, reward=torch.full((6, *stored), 7, dtype=dtype)
-        ).sample(40)
-        found = batch["next", "reward"]
-        assert (found.shape, found.dtype) == ((40, *stored), dtype)
-        assert (
-            found.flatten().tolist()
-            == torch.where(batch["relabeled"], torch.arange(40) % 2, 7).tolist()
-        )
-
-
-def one_trajectory(fn, **entries):
-    sampler = HindsightSampler(UniformSampler(), fn, her_ratio=0.5)
-    rb, goal = (
-        ReplayBuffer(storage=PackedStorage(6), sampler=sampler),
-        torch.full((6, 2), 9.0),
+def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(
+    stored, dims, given
+):
+    dtype = torch.float16 if given == "bool" else torch.float32
+    rb = half_relabelled(
+        lambda batch: GIVEN[given]((torch.arange(len(batch)) % 2).view(-1, *dims)),
+        reward=torch.full((6, *stored), 7, dtype=dtype),
     )
-    flags = {"reward": torch.zeros(6, 1), "done": torch.zeros(6, 1, dtype=torch.bool)}
-    after = {"achieved_goal": torch.rand(6, 2), "desired_goal": goal.clone()} | flags
-    made = TensorDict({"desired_goal": goal, "next": after}, [6])
-    for key, value in entries.items():
-        if value is None:
-            del made["next", key]
-        else:
-            made["next", key] = value
-    rb.extend(made)
-    return rb
+    batch = rb.sample(40)
+    reward = batch["next", "reward"]
+    wanted = torch.where(batch["relabeled"], torch.arange(40) % 2, 7)
+    assert (reward.shape, reward.dtype) == ((40, *stored), dtype)
+    assert reward.flatten().tolist() == wanted.tolist()
 
 
 def test_nan_in_rows_that_are_not_relabelled_is_ignored():
-    rb = one_trajectory(
-        lambda batch: torch.where((batch["desired_goal"] == 9).all(-1), math.nan, 1.0)
-    )
-    assert rb.sample(100)["next", "reward"].isfinite().all()
+    def reward(batch: TensorDictBase) -> torch.Tensor:
+        return torch.where(batch["desired_goal"][:, 0] < 0, torch.nan, 1.0)
+
+    assert half_relabelled(reward).sample(100)["next", "reward"].isfinite().all()
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_lazily_negated_reward_keeps_its_sign(batch):
     def two(rows: TensorDictBase) -> torch.Tensor:
-        return (
-            torch.complex(torch.zeros(len(rows), 1), torch.full((len(rows), 1), -2.0))
-            .conj()
-            .imag
-        )
+        return torch._neg_view(torch.full((len(rows), 1), -2.0))
 
     sampler = HindsightSampler(UniformSampler(), two, her_ratio=1.0)
-    rb = ReplayBuffer(storage=PackedStorage(8), sampler=sampler, batch_size=batch)
-    rb.extend(numbered_rows(8))
+    rb = buffer_of(8, sampler, rows=numbered_rows(8), batch_size=batch)
     for _ in range(3):
-        assert two(rb[:]).is_neg()
         assert (rb.sample()["next", "reward"] == 2.0).all()
 
 
@@ -297,12 +258,9 @@ def test_a_reward_fn_may_sample_the_buffer_and_update_priorities(wrap):
             rb.update_tensordict_priority(other.set("td_error", torch.rand(12)))
         return torch.zeros(len(batch))
 
+    depth = [0]
     sampler = wrap(HindsightSampler(ProportionalSampler(40), sampling))
-    rb, depth = (
-        ReplayBuffer(storage=PackedStorage(40), sampler=sampler, batch_size=12),
-        [0],
-    )
-    rb.extend(numbered_rows(40))
+    rb = buffer_of(40, sampler, rows=numbered_rows(40), batch_size=12)
     for _ in range(20):
         depth[0] = 1
         batch = rb.sample()
@@ -343,8 +301,7 @@ def test_all_steps_of_a_batch_follow_one_her_ratio():
     sampler: Any = NStepSampler(
         HindsightSampler(UniformSampler(), once, her_ratio=1.0), 2, 1.0
     )
-    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
-    rb.extend(numbered_rows(20))
+    rb = buffer_of(20, sampler, rows=numbered_rows(20), batch_size=16)
     for _ in range(3):  # the torch form, then the compiled form
         sampler.sampler.her_ratio = 1.0
         batch = rb.sample()
@@ -354,22 +311,13 @@ def test_all_steps_of_a_batch_follow_one_her_ratio():
 def test_random_goals_are_equal_in_both_forms_after_one_lane_was_rewritten():
     """Both lanes are full then, but with unlike serials: the number of a row is its
     cell all the same."""
-    batches = []
+    rows, batches = numbered_rows(4, lanes=2), []
     for is_compiled in (True, False):
-        sampler = HindsightSampler(UniformSampler(), reward_fn, strategy="random")
+        sampler: Any = HindsightSampler(UniformSampler(), reward_fn, strategy="random")
         if not is_compiled:
-            setattr(sampler, "draw_batch", sampler.draw_batch)  # noqa: B010  # as a subclass that overrides it
-        rb = ReplayBuffer(
-            storage=PackedStorage(8, ndim=2), sampler=sampler, batch_size=64
-        )
-        rb.set_rng(torch.Generator().manual_seed(0))
-        goal = torch.arange(8.0).view(2, 4, 1)
-        outcome = {"achieved_goal": goal, "reward": goal, "done": goal < 0}
-        data = TensorDict(
-            {"desired_goal": -goal, "action": goal[..., 0], "next": outcome}, [2, 4]
-        )
-        rb.extend(data)
-        rb.extend(data[0], lanes=0)
+            sampler.draw_batch = sampler.draw_batch  # as a subclass that overrides it
+        rb = buffer_of(4, sampler, 2, rows=rows, batch_size=64)
+        rb.extend(rows[0], lanes=0)
         batches.append(rb.sample())
         assert ("not sample" in rb.compiled) != is_compiled
     assert torch.equal(batches[0]["desired_goal"], batches[1]["desired_goal"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import (
@@ -35,6 +35,7 @@ from tests.backends import forced
 from tests.catalogue import buffer_of, numbered_rows
 from tests.model import World
 from tests.statistics import assert_follows, power
+from tests.test_composition import counts_of
 
 
 def recent(half_life: float, window: int | None = None, max_age: int | None = None):
@@ -75,29 +76,17 @@ RINGS: dict[str, Any] = {
 )
 def test_draws_follow_the_law(kind, ring, path):
     (sampler, law), (lanes, fill, parts) = KINDS[kind](), RINGS[ring]
-    parts = parts | {name: parts[name]() for name in ("writer",) if name in parts}
+    parts = {name: make() if name == "writer" else make for name, make in parts.items()}
     with forced(path):
-        world = World.of(
-            sampler, 20, lanes, fill, batch_size=50_000, ids=False, **parts
-        )
-        for lane, count in (
-            ((0, 24), (1, 6), (2, 17), (0, 4)) if ring == "lanes apart" else ()
-        ):
-            world.append([lane] * count)
-        rows, expected = world.model.rows(), np.array(law(world.model))
-        place = {world.model.flat(row): at for at, row in enumerate(rows)}
-        index = torch.cat([world.rb.sample()["index"] for _ in range(4)])
-        drawn = (
-            (index @ torch.tensor([lanes, 1]) if lanes else index).bincount().tolist()
-        )
-        assert {at for at, count in enumerate(drawn) if count} <= place.keys()
-        assert_follows(
-            np.array([drawn[at] if at < len(drawn) else 0 for at in place]), expected
-        )
-        by_row = world.rb.sampler.probability(
-            m.index_of(world.model, rows), storage=world.rb.storage
-        )
-    np.testing.assert_allclose(by_row.numpy(), expected, rtol=1e-6)
+        world = World.of(sampler, 20, lanes, fill, ids=False, **parts)
+        if ring == "lanes apart":
+            world.append([0] * 24 + [1] * 6 + [2] * 17 + [0] * 4)
+        model = world.model
+        expected = np.array(law(model))
+        assert_follows(counts_of(world, draws=200_000), expected)
+        index = m.index_of(model, model.rows())
+        probability = sampler.probability(index, storage=world.rb.storage)
+    np.testing.assert_allclose(probability.numpy(), expected, rtol=1e-6)
     if kind == "at most 6 old":
         assert power(expected[expected > 0], 200_000, bias=0.02) > 0.9
     if "old" in kind and ring in ("filling", "lanes apart"):
@@ -110,14 +99,11 @@ def test_draws_follow_the_law(kind, ring, path):
 def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[int]:
     if 8 * batch > rows:
         return torch.randperm(rows, generator=generator).tolist()[:batch]
-    found: list[int] = []
+    found: dict[int, None] = {}
     while len(found) < batch:
-        found = [
-            *dict.fromkeys(
-                found + torch.randint(rows, (batch,), generator=generator).tolist()
-            )
-        ]
-    return found[:batch]
+        numbers = torch.randint(rows, (batch,), generator=generator)
+        found |= dict.fromkeys(numbers.tolist())
+    return [*found][:batch]
 
 
 @given(
@@ -129,27 +115,15 @@ def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[in
 def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(
     lanes, steps, batch, seed
 ):
-    rows = steps * max(lanes, 1)
-    batch = min(batch, rows)
-    storage = PackedStorage(rows, ndim=2 if lanes else 1)
-    rb = ReplayBuffer(
-        storage=storage, sampler=UniformSampler(unique=True), batch_size=batch
-    )
-    rb.extend(
-        TensorDict({"x": torch.zeros(rows)}, [rows]).view(
-            lanes or rows, *[steps] * bool(lanes)
-        )
-    )
-    rb.set_rng(torch.Generator().manual_seed(seed))
+    count = steps * max(lanes, 1)
+    batch = min(batch, count)
+    rows, sampler = numbered_rows(steps, lanes=lanes), UniformSampler(unique=True)
+    rb = buffer_of(steps, sampler, lanes, rows=rows, batch_size=batch, seed=seed)
     wanted = torch.Generator().manual_seed(seed)
     for _ in range(4):  # the first draw is not bound
         index = rb.sample()["index"]
         flat = index @ torch.tensor([lanes, 1]) if lanes else index
-        assert flat.tolist() == first_distinct(rows, batch, wanted)
-    with pytest.raises(
-        ValueError, match=f"cannot draw {rows + 1} distinct rows of {rows}"
-    ):
-        rb.sampler.draw(rb.storage, rows + 1)
+        assert flat.tolist() == first_distinct(count, batch, wanted)
 
 
 def numbered(sampler, written: int = 33, batch_size: int = 7) -> ReplayBuffer:
@@ -166,34 +140,16 @@ def test_unique_rows_are_among_the_young_ones():
     assert not numbered(UniformSampler(unique=True, max_age=5)).can_sample()
 
 
-# -- settings, generators, TD errors, queues
+# -- settings, queues
 
 
 def test_settings_of_recency_change_by_schedulers():
     rb = numbered(RecencySampler(8.0, 20), batch_size=500)
-    schedulers = [
-        LinearScheduler(rb, "window", 2.9, 9),
-        LinearScheduler(rb, "half_life", 1.0, 7),
-    ]
-    for k in range(9):
-        for scheduler in schedulers:
-            scheduler.step()
-        assert rb.sampler.window == 18 - 2 * k  # fractions are rounded down
+    for name, value in (("window", 2.9), ("half_life", 1.0)):
+        LinearScheduler(rb, name, value, 1).step()  # fractions are rounded down
     assert set(rb.sample()["time"].tolist()) == {31, 32}
     assert repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, max_age=None)"
     assert rb.health()["top_mass"] == pytest.approx(2 / 3)
-
-
-def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
-    rb, sampler = numbered(None), UniformSampler()
-    torch.manual_seed(3)
-    first = sampler.draw(rb.storage, 20)[0]
-    torch.manual_seed(3)
-    assert torch.equal(first, sampler.draw(rb.storage, 20)[0])
-    rb.set_sampler(sampler)
-    rb.set_rng(torch.Generator().manual_seed(3))
-    torch.manual_seed(4)
-    assert torch.equal(first, sampler.draw(rb.storage, 20)[0])
 
 
 @given(st.data())
@@ -252,18 +208,10 @@ def test_cells_without_rows_have_no_probability():
 
 def test_a_subclass_may_draw_into_given_memory():
     class Newest(UniformSampler):
-        def draw_into(
-            self,
-            storage,
-            live,
-            flat: torch.Tensor,
-            report,
-            scratch: torch.Tensor,
-        ) -> None:
+        def draw_into(self, storage, live, flat, report, scratch) -> None:
             flat.fill_(live.rows - 1)
 
-    rb = ReplayBuffer(storage=PackedStorage(5), sampler=Newest(), batch_size=3)
-    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb = buffer_of(5, Newest(), rows=numbered_rows(4), batch_size=3)
     assert rb.sample()["x"].tolist() == [3, 3, 3]
 
 
@@ -281,8 +229,7 @@ def test_a_subclass_may_not_move_the_memory_that_it_draws_into(move):
             super().draw_into(storage, live, flat, report, scratch)
             move(flat)
 
-    rb = ReplayBuffer(storage=PackedStorage(5), sampler=Moving(), batch_size=3)
-    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb = buffer_of(5, Moving(), rows=numbered_rows(4), batch_size=3)
     with pytest.raises(RuntimeError, match="draw_into has moved"):
         rb.sample()
 
@@ -290,6 +237,10 @@ def test_a_subclass_may_not_move_the_memory_that_it_draws_into(move):
 # -- epochs of minibatches
 
 
+@pytest.mark.parametrize(
+    ("cls", "storage"),
+    [(ReplayBuffer, PackedStorage), (TensorDictReplayBuffer, LazyTensorStorage)],
+)
 @given(
     rows=st.integers(1, 40),
     size=st.integers(1, 15),
@@ -297,32 +248,23 @@ def test_a_subclass_may_not_move_the_memory_that_it_draws_into(move):
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-def test_every_row_exactly_once_an_epoch(rows, size, epochs, shuffle, drop_last):
-    if drop_last and rows < size:
-        return
-    for kind, storage in (
-        (ReplayBuffer, PackedStorage),
-        (TensorDictReplayBuffer, LazyTensorStorage),
-    ):
-        sampler = MinibatchSampler(epochs, shuffle=shuffle, drop_last=drop_last)
-        data = TensorDict({"x": torch.arange(rows)}, [rows])
-        rb = buffer_of(rows, sampler, 0, storage, kind, rows=data, batch_size=size)
-        for _ in range(2):  # again: the same loop runs all epochs once more
-            batches = [batch["x"].tolist() for batch in rb]
-            full, rest = divmod(rows, size)
-            per_epoch = full + (rest > 0 and not drop_last)
-            assert len(batches) == epochs * per_epoch
-            for epoch in range(epochs):
-                part = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-                assert [len(x) for x in part] == [size] * full + [rest] * (
-                    rest > 0 and not drop_last
-                )
-                drawn = [x for batch in part for x in batch]
-                assert len(set(drawn)) == len(drawn)
-                if not drop_last:
-                    assert sorted(drawn) == list(range(rows))
-                if not shuffle:
-                    assert drawn == list(range(rows))[: len(drawn)]
+def test_every_row_exactly_once_an_epoch(
+    cls, storage, rows, size, epochs, shuffle, drop_last
+):
+    assume(rows >= size or not drop_last)
+    sampler = MinibatchSampler(epochs, shuffle=shuffle, drop_last=drop_last)
+    data = numbered_rows(rows)
+    rb = buffer_of(rows, sampler, 0, storage, cls, rows=data, batch_size=size)
+    full, rest = divmod(rows, size)
+    sizes = [size] * full + [rest] * (rest > 0 and not drop_last)
+    every = range(sum(sizes))
+    for _ in range(2):  # again: the same loop runs all epochs once more
+        batches = [batch["x"].tolist() for batch in rb]
+        assert [len(batch) for batch in batches] == sizes * epochs
+        drawn = torch.tensor([x for batch in batches for x in batch]).view(epochs, -1)
+        for epoch in drawn.tolist():
+            assert len({*epoch}) == len(every)
+            assert shuffle or epoch == [*every]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -380,18 +322,10 @@ def test_threads_of_torchrls_buffer_draw_every_row_as_often_as_asked(drop_last):
     rb.shutdown()
 
 
-def rows_from(first: int, n: int = 6) -> TensorDict:
-    done = torch.zeros(n, 1, dtype=torch.bool)
-    x = torch.arange(first, first + n)
-    return TensorDict(
-        {"x": x, "next": {"done": done, "reward": x[:, None].float()}}, [n]
-    )
-
-
 def write_elsewhere(rb) -> None:
     """Write in another process that shares the rows."""
     process = torch.multiprocessing.get_context("fork").Process(
-        target=rb.extend, args=(rows_from(10, 3),)
+        target=rb.extend, args=(numbered_rows(3, 10),)
     )
     process.start()
     process.join()
@@ -399,12 +333,12 @@ def write_elsewhere(rb) -> None:
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
-    "extend": lambda rb: rb.extend(rows_from(10, 3)),
-    "add": lambda rb: [rb.add(row) for row in rows_from(10, 3)],
+    "extend": lambda rb: rb.extend(numbered_rows(3, 10)),
+    "add": lambda rb: [rb.add(row) for row in numbered_rows(3, 10)],
     "another buffer": lambda rb: ReplayBuffer(storage=rb.storage).extend(
-        rows_from(10, 3)
+        numbered_rows(3, 10)
     ),
-    "the storage": lambda rb: rb.storage.set(range(3), rows_from(10, 3)),
+    "the storage": lambda rb: rb.storage.set(range(3), numbered_rows(3, 10)),
     "another process": write_elsewhere,
 }
 
@@ -414,13 +348,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 )
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_by_whomever_restarts_the_epochs(write, wrap):
-    sampler = MinibatchSampler(2, shuffle=False)
-    rb = ReplayBuffer(
-        storage=PackedStorage(6),
-        sampler=wrap(sampler),
-        batch_size=2,
-    )
-    rb.extend(rows_from(0))
+    sampler = wrap(MinibatchSampler(2, shuffle=False))
+    rb = buffer_of(6, sampler, rows=numbered_rows(6), batch_size=2)
     if write == "another process":
         rb.share()
     rb.sample()
