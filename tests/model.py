@@ -90,6 +90,7 @@ class Model:
     floor: float = 0.0  # the sampler's ``min_priority``
     largest: float | None = None  # the largest magnitude of all updates
     written: int = 0  # rows ever written
+    count: int = 0  # rows written since all were removed
     # their number before the last write, which does not store its first rows if they
     # are too many
     began: int = 0
@@ -123,6 +124,7 @@ class Model:
         self._drop(rows, self.steps, self.began)
         self.last[lane] = row
         self.written += 1
+        self.count += 1
         self.cut.discard(lane)
         return row
 
@@ -156,6 +158,7 @@ class Model:
         self.replace(row, fields)
         row.priority = self.entry
         self.written += 1
+        self.count += 1
         return row
 
     def replace(self, row: Row, fields: Fields) -> None:
@@ -190,6 +193,7 @@ class Model:
         """Remove all rows and priorities."""
         self.clear()
         self.largest = None
+        self.count = 0
 
     def begin_episodes(self, lanes: Iterable[int] | None = None) -> None:
         """Let the next row of each lane begin an episode: after a load, a reopening, a

@@ -1157,6 +1157,8 @@ class Machine:
         if self.is_prioritized:
             self.sampler.rule.check()
         m.assert_holds(rb, model, episodes=looks)
+        if self.is_ours and "reopen" not in self.options and model.ordered:
+            assert rb.write_count == model.count
         if self.is_ours and rb.flow is not None:
             assert rb.flow.report()["inserts"] == rb.write_count
         if self.is_prioritized and len(model):

@@ -993,14 +993,14 @@ BREAKS = [
         "writers/reservoir.py",
         "newest = {slot: position for position, slot in choice.kept}",
         "newest = {slot: position for position, slot in reversed(choice.kept)}",
-        "tests/writers/test_reservoir.py -k what_is_left_is_what_the_index_says",
+        "tests/test_lockstep.py -k 'reservoir and agree'",
     ),
     Break(
         "advantages go on where the trajectory id changes",
         "writers/estimator.py",
         "        ends[:-1] |= trajectory[1:] != trajectory[:-1]\n",
         "",
-        "tests/writers/test_rollout.py -k a_change_of_trajectory_breaks_off_what_came_before",
+        "tests/test_lockstep.py -k 'rollout and agree'",
     ),
     Break(
         "an agent that goes on terminates with the others",
