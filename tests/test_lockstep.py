@@ -1529,6 +1529,23 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         ],
         7,
     ),
+    "steps are staged anew after whatever changes a buffer": (
+        "lanes",
+        "proportional",
+        [
+            *[("add_step", 0, 0), ("save", 1, 0), ("add_step", 1, 1), ("load", 1, 0)],
+            *[("add_step", 0, 0), ("load", 0, 0), ("add_step", 1, 2), ("copied", 0, 0)],
+            *[
+                ("add_step", 0, 0),
+                ("copied", 1, 0),
+                ("add_step", 1, 0),
+                ("empty", 0, 0),
+            ],
+            *[("add_step", 0, 0), ("share", 0, 0), ("add_step", 1, 1), ("add", 0, 0)],
+            *[("add_step", 0, 0), ("update", 0, 0), ("add_step", 1, 1)],
+        ],
+        7,
+    ),
     "lanes whose actors die, one after another": (
         "shared lanes",
         "proportional",
