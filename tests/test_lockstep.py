@@ -1529,6 +1529,12 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         ],
         7,
     ),
+    "several steps of a write for one place of a reservoir": (
+        "lanes",
+        "reservoir",
+        [("extend", 7, 0)] * 6,
+        2,
+    ),
     "steps are staged anew after whatever changes a buffer": (
         "lanes",
         "proportional",

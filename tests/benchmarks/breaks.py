@@ -774,7 +774,7 @@ BREAKS = [
         "buffers/mixture.py",
         "for member, update in updates if len(updates) > 1 else []:",
         "for member, update in updates[:1] if len(updates) > 1 else []:",
-        "tests/buffers/test_mixture.py -k refuses_changes_none",
+        "tests/test_lockstep.py -k mixtures_agree",
     ),
     Break(
         "a share that is set makes the others even",
@@ -993,7 +993,7 @@ BREAKS = [
         "writers/reservoir.py",
         "newest = {slot: position for position, slot in choice.kept}",
         "newest = {slot: position for position, slot in reversed(choice.kept)}",
-        "tests/test_lockstep.py -k 'reservoir and agree'",
+        "tests/test_lockstep.py -k 'programs and reservoir'",
     ),
     Break(
         "advantages go on where the trajectory id changes",
