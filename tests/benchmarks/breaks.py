@@ -739,7 +739,7 @@ BREAKS = [
         "buffers/flow.py",
         "        self._numbers[_INSERTED] -= self._written\n",
         "",
-        "tests/buffers/test_flow.py -k counts_of_flow",
+        "tests/test_goes_on.py -k counted",
     ),
     Break(
         "a batch of before a load is taken back from the counts after it",
@@ -1170,13 +1170,6 @@ BREAKS = [
         "            self._ring.written += before.written.max()\n",
         "",
         "tests/test_replaced_rows.py -k allocated_again",
-    ),
-    Break(
-        "a copy forgets how many rows were written",
-        "storages/packed.py",
-        "            self._ring.count_from(rows_written)\n",
-        "            pass\n",
-        "tests/buffers/test_flow.py -k copy_goes_on",
     ),
     Break(
         "a storage deletes the file of its successor",
