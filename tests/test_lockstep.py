@@ -1535,6 +1535,12 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         [("extend", 7, 0)] * 6,
         2,
     ),
+    "an update that a member refuses, or the other one": (
+        "mixture",
+        "proportional by batch",
+        [("extend", 9, 0), ("extend", 10, 0), ("update", 5, 0), ("update", 2, 0)],
+        6,
+    ),
     "steps are staged anew after whatever changes a buffer": (
         "lanes",
         "proportional",

@@ -774,7 +774,7 @@ BREAKS = [
         "buffers/mixture.py",
         "for member, update in updates if len(updates) > 1 else []:",
         "for member, update in updates[:1] if len(updates) > 1 else []:",
-        "tests/test_lockstep.py -k mixtures_agree",
+        "tests/test_lockstep.py -k 'programs and refuses'",
     ),
     Break(
         "a share that is set makes the others even",
