@@ -121,7 +121,7 @@ class Twins:
             self.twin.extend(transition(**step)[None], lanes=lane)
 
     def check(self) -> None:
-        assert_equal(*map(everything, self.both), ALWAYS)
+        assert_equal(everything(self.rb), everything(self.twin), ALWAYS)
         assert_same(self.rb.sample(4), self.twin.sample(4))
 
 
@@ -444,8 +444,8 @@ def test_steps_go_on_after_what_changes_a_buffer(change, tmp_path):
         twins.write_lanes(2, 0, 0)
         twins.check()
         if change == "attach another":
-            others = [everything(vars(buffer)["other"]) for buffer in twins.both]
-            assert_equal(*others, ALWAYS)
+            one, other = (everything(vars(buffer)["other"]) for buffer in twins.both)
+            assert_equal(one, other, ALWAYS)
 
 
 def test_td_errors_in_steps_set_priorities(tmp_path):

@@ -85,16 +85,15 @@ def assert_copied(rb: Any, expected: TensorDict, lanes: int) -> None:
 def test_a_copy_has_the_rows_in_order_of_age(
     written, lanes, storage, is_folder, tmp_path
 ):
-    source = theirs(written, lanes, storage)
+    source: Any = theirs(written, lanes, storage)
     if is_folder:
         source.dumps(tmp_path)
-        before = contents_of(tmp_path)
         source = tmp_path
+    before = contents_of(tmp_path)
     kept = min(written, CAPACITY)
     rb = ReplayBuffer.from_torchrl(source)
     assert_copied(rb, rows(kept, lanes, written - kept), lanes)
-    if is_folder:
-        assert contents_of(tmp_path) == before
+    assert contents_of(tmp_path) == before
 
 
 @pytest.mark.parametrize(("lanes", "used"), [(0, 5), (3, 14)])
