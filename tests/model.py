@@ -38,6 +38,7 @@ GOAL, NEXT_GOAL, OUTCOME = (
     ("next", "achieved_goal"),
 )
 REWARD, INIT, TRAJ = ("next", "reward"), ("is_init",), ("collector", "traj_ids")
+SLICE_END = "collector", "slice_end"
 DONE, TERMINATED, TRUNCATED = (
     ("next", "done"),
     ("next", "terminated"),
@@ -89,6 +90,7 @@ class Model:
     floor: float = 0.0  # the sampler's ``min_priority``
     largest: float | None = None  # the largest magnitude of all updates
     written: int = 0  # rows ever written
+    count: int = 0  # rows written since all were removed
     # their number before the last write, which does not store its first rows if they
     # are too many
     began: int = 0
@@ -122,6 +124,7 @@ class Model:
         self._drop(rows, self.steps, self.began)
         self.last[lane] = row
         self.written += 1
+        self.count += 1
         self.cut.discard(lane)
         return row
 
@@ -155,6 +158,7 @@ class Model:
         self.replace(row, fields)
         row.priority = self.entry
         self.written += 1
+        self.count += 1
         return row
 
     def replace(self, row: Row, fields: Fields) -> None:
@@ -189,6 +193,7 @@ class Model:
         """Remove all rows and priorities."""
         self.clear()
         self.largest = None
+        self.count = 0
 
     def begin_episodes(self, lanes: Iterable[int] | None = None) -> None:
         """Let the next row of each lane begin an episode: after a load, a reopening, a
@@ -420,6 +425,7 @@ class Recipe:
     burn_in: int = 2
     boundary: Literal["pad", "shift", "strict"] = "pad"
     across: bool = False  # windows go on into the lane's next episode
+    in_time: bool = False  # batches of windows are [B, L], and mark their ends
     episodes: Episodes | None = None  # batches hold whole episodes, or parts of them
 
     @property
@@ -520,8 +526,8 @@ def expected(
             )
             begins = recipe.across and real[j] and model.episode(row)[0] is row
             fields[INIT] = [fields[INIT][0] or j in (0, first) or begins]
-            for key in (TRUNCATED, DONE):
-                fields[key] = [fields[key][0] or j == last]
+            for key in [SLICE_END] if recipe.in_time else [TRUNCATED, DONE]:
+                fields[key] = [fields.get(key, [False])[0] or j == last]
             fields |= {("mask",): real[j], ("burn_in_mask",): j < recipe.burn_in}
             batch.append(fields | {("anchor_index",): model.cell(anchor)})
     return batch
@@ -844,9 +850,10 @@ class World:
             "sampled_at",
             *getattr(innermost, "report_keys", ()),
         }
-        assert_batch(
-            batch.exclude(*report), expected(self.model, anchors, goals, recipe)
-        )
+        if recipe.in_time:
+            assert batch.shape == (len(anchors), recipe.window)
+        rows = batch.flatten().exclude(*report)
+        assert_batch(rows, expected(self.model, anchors, goals, recipe))
         return anchors
 
     def check_episodes(

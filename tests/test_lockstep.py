@@ -238,6 +238,12 @@ KINDS: dict[str, Kind] = {
         forms=["plain", "lanes"],
         distinct=True,
     ),
+    "rollout in chunks": Kind(
+        lambda rows: MinibatchSampler(),
+        Recipe(sequence=True, length=3, burn_in=0, in_time=True),
+        writer="rollout in chunks",
+        forms=["plain", "lanes"],
+    ),
     "episodes": Kind(
         lambda rows: EpisodeSampler(by="episode", gamma=0.9),
         Recipe(episodes=Episodes(to_go=0.9)),
@@ -259,7 +265,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
 }
-ROLLOUTS = "rollout", "rollout of agents"
+ROLLOUTS = "rollout", "rollout of agents", "rollout in chunks"
 GAMMA, LMBDA, AGENTS = 0.9, 0.8, 3
 
 
@@ -332,6 +338,7 @@ class Reservoir(World):
 WORLDS: dict[Any, type[World]] = {
     "rollout": Rollout,
     "rollout of agents": Agents,
+    "rollout in chunks": Rollout,
     ReservoirWriter: Reservoir,
 }
 
@@ -405,6 +412,8 @@ class Machine:
         self.is_compiled = uses_numba(torch.device("cpu"))
         self.lanes = LANES if "ndim" in self.options else 0
         self.steps = 2 + seed % 11 + (ANCHORS if self.kind.writer is QueueWriter else 0)
+        if self.kind.recipe.in_time:  # a chunk fits into the rollout
+            self.steps = max(self.steps, self.kind.recipe.length)
         self.is_ours = not form.startswith("torchrl")
         self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
         world = WORLDS.get(self.kind.writer, World)
@@ -445,6 +454,9 @@ class Machine:
                 gamma=GAMMA,
                 lmbda=LMBDA,
                 group=m.GROUP if writer == "rollout of agents" else None,
+                sequence_length=self.kind.recipe.length
+                if self.kind.recipe.in_time
+                else None,
             )
         storage, parts = PackedStorage(rows, lanes=self.lanes or None, **options), {}
         if writer is not None:
@@ -579,15 +591,18 @@ class Machine:
         batch = self.rb.sample(size)
         anchors = self.check_batch(batch)
         self.batches = [*self.batches[-4:], (batch, anchors)]
+        if self.kind.writer in ROLLOUTS:
+            self.iterate(a)
 
-    def iterate(self, a: int, b: int) -> None:
+    def iterate(self, a: int) -> None:
         """Take an epoch of a rollout, perhaps not to its end."""
-        if self.kind.writer not in ROLLOUTS or not len(self.model):
-            return
         drawn = list[Row]()
         for batch in self.rb:
-            drawn += self.check_batch(batch)
-            if a % 4 == 0:
+            anchors = self.check_batch(batch)
+            if self.kind.recipe.in_time:
+                anchors = self.world.rows_at(batch["index"][batch["mask"]])
+            drawn += anchors
+            if a % 4 == 1:
                 return
         numbers = sorted(row.number for row in drawn)
         assert numbers == sorted(row.number for row in self.model.rows())
@@ -1142,6 +1157,8 @@ class Machine:
         if self.is_prioritized:
             self.sampler.rule.check()
         m.assert_holds(rb, model, episodes=looks)
+        if self.is_ours and "reopen" not in self.options and model.ordered:
+            assert rb.write_count == model.count
         if self.is_ours and rb.flow is not None:
             assert rb.flow.report()["inserts"] == rb.write_count
         if self.is_prioritized and len(model):
@@ -1402,7 +1419,7 @@ OPERATIONS = (
         "share",
     ),
     *("write_elsewhere", "kill", "interrupt", "reopen", "move", "refused"),
-    *("fork", "actor", "crash", "interrupt_change", "iterate"),
+    *("fork", "actor", "crash", "interrupt_change"),
 )
 CASES = [(form, kind) for kind, made in KINDS.items() for form in made.forms]
 CASES += [("mixture", kind) for kind in MIXED]
@@ -1509,6 +1526,35 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         [
             *[("extend", 3, 0), ("reopen", 0, 0), ("extend", 2, 0), ("save", 1, 0)],
             *[("load", 1, 0), ("reopen", 0, 0), ("add", 0, 0), ("reopen", 1, 60)],
+        ],
+        7,
+    ),
+    "several steps of a write for one place of a reservoir": (
+        "lanes",
+        "reservoir",
+        [("extend", 7, 0)] * 6,
+        2,
+    ),
+    "an update that a member refuses, or the other one": (
+        "mixture",
+        "proportional by batch",
+        [("extend", 9, 0), ("extend", 10, 0), ("update", 5, 0), ("update", 2, 0)],
+        6,
+    ),
+    "steps are staged anew after whatever changes a buffer": (
+        "lanes",
+        "proportional",
+        [
+            *[("add_step", 0, 0), ("save", 1, 0), ("add_step", 1, 1), ("load", 1, 0)],
+            *[("add_step", 0, 0), ("load", 0, 0), ("add_step", 1, 2), ("copied", 0, 0)],
+            *[
+                ("add_step", 0, 0),
+                ("copied", 1, 0),
+                ("add_step", 1, 0),
+                ("empty", 0, 0),
+            ],
+            *[("add_step", 0, 0), ("share", 0, 0), ("add_step", 1, 1), ("add", 0, 0)],
+            *[("add_step", 0, 0), ("update", 0, 0), ("add_step", 1, 1)],
         ],
         7,
     ),

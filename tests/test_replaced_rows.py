@@ -80,6 +80,7 @@ class Cause:
 ALL, FEW = (*range(ROWS),), (0, 1, 2, 3)
 CAUSES = {
     "first.empty": Cause(lambda w: w.first.empty(), ()),
+    "first.empty, counted": Cause(lambda w: w.first.empty(empty_write_count=False), ()),
     "storage._empty": Cause(lambda w: w.storage._empty(), ()),
     "theirs.empty": Cause(lambda w: w.theirs.empty(), ()),
     "first.load_state_dict": Cause(lambda w: w.first.load_state_dict(w.state), ALL),

@@ -739,7 +739,7 @@ BREAKS = [
         "buffers/flow.py",
         "        self._numbers[_INSERTED] -= self._written\n",
         "",
-        "tests/buffers/test_flow.py -k counts_of_flow",
+        "tests/test_goes_on.py -k counted",
     ),
     Break(
         "a batch of before a load is taken back from the counts after it",
@@ -774,7 +774,7 @@ BREAKS = [
         "buffers/mixture.py",
         "for member, update in updates if len(updates) > 1 else []:",
         "for member, update in updates[:1] if len(updates) > 1 else []:",
-        "tests/buffers/test_mixture.py -k refuses_changes_none",
+        "tests/test_lockstep.py -k 'programs and refuses'",
     ),
     Break(
         "a mixture loads some members before it finds that another is damaged",
@@ -1007,14 +1007,14 @@ BREAKS = [
         "writers/reservoir.py",
         "newest = {slot: position for position, slot in choice.kept}",
         "newest = {slot: position for position, slot in reversed(choice.kept)}",
-        "tests/writers/test_reservoir.py -k what_is_left_is_what_the_index_says",
+        "tests/test_lockstep.py -k 'programs and reservoir'",
     ),
     Break(
         "advantages go on where the trajectory id changes",
         "writers/estimator.py",
         "        ends[:-1] |= trajectory[1:] != trajectory[:-1]\n",
         "",
-        "tests/writers/test_rollout.py -k a_change_of_trajectory_breaks_off_what_came_before",
+        "tests/test_lockstep.py -k 'rollout and agree'",
     ),
     Break(
         "an agent that goes on terminates with the others",
@@ -1184,13 +1184,6 @@ BREAKS = [
         "            self._ring.written += before.written.max()\n",
         "",
         "tests/test_replaced_rows.py -k allocated_again",
-    ),
-    Break(
-        "a copy forgets how many rows were written",
-        "storages/packed.py",
-        "            self._ring.count_from(rows_written)\n",
-        "            pass\n",
-        "tests/buffers/test_flow.py -k copy_goes_on",
     ),
     Break(
         "a storage deletes the file of its successor",

@@ -26,10 +26,7 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs.transforms import (
-    Compose,
     DoubleToFloat,
-    ObservationNorm,
-    RenameTransform,
     SelectTransform,
 )
 
@@ -50,73 +47,49 @@ from rlbuf_td import (
 )
 from rlbuf_td.samplers.priorities import Update
 from rlbuf_td.samplers.proportional import ProportionalRule
-from tests import catalogue
-from tests.catalogue import SAMPLERS, buffer_of
+from tests.catalogue import SAMPLERS, assert_same, buffer_of
 
 
 def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
+    """Return rows of three observations, which are equal to their number."""
     shape = [lanes, count] if lanes else [count]
-    number = torch.arange(start, start + count * max(lanes, 1)).view(shape)
-    return TensorDict(
-        {
-            "observation": number[..., None].expand(*shape, 3).float().clone(),
-            "action": (number % 5)[..., None].clone(),
-            "next": {
-                "reward": number[..., None].double(),
-                "done": (number % 7 == 0)[..., None],
-            },
-        },
-        shape,
-    )
-
-
-def make(
-    cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs
-) -> TensorDictReplayBuffer:
-    parts = {"cls": cls, "seed": seed, "writer": RingWriter(), "batch_size": 8} | kwargs
-    return buffer_of(60 // max(lanes, 1), SAMPLERS[sampler](60), lanes, **parts)
+    number = torch.arange(start, start + count * max(lanes, 1)).view(*shape, 1)
+    after = {"reward": number.double(), "done": number % 7 == 0}
+    observation = number.expand(*shape, 3).float().clone()
+    return TensorDict({"observation": observation, "next": after}, shape)
 
 
 def filled(
-    count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs
+    count: int, sampler: str = "uniform", *, lanes: int = 0, **parts: Any
 ) -> ReplayBuffer:
-    rb = make(ReplayBuffer, sampler, lanes=lanes, **kwargs)
-    rb.extend(transitions(count, lanes=lanes))
-    return rb
+    steps, rows = 60 // max(lanes, 1), transitions(count, lanes=lanes)
+    made = SAMPLERS[sampler](60)
+    return buffer_of(steps, made, lanes, rows=rows, **{"batch_size": 8} | parts)
 
 
-def assert_same(first: TensorDict, second: TensorDict) -> None:
-    # TorchRL's buffers do not add it
-    catalogue.assert_same(first.exclude("sampled_at"), second.exclude("sampled_at"))
-
-
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize(("lanes", "device"), [(0, None), (3, "cpu")])
 def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(
     lanes, device
 ):
     key = ("loss", "error")
-    options = {
-        "transform": SelectTransform("observation"),
-        "device": device,
-        "priority_key": key,
-    }
-    rb = filled(20, "proportional", lanes=lanes, **options)
+    selected = SelectTransform("observation")
+    rb = filled(
+        20,
+        "proportional",
+        lanes=lanes,
+        transform=selected,
+        device=device,
+        priority_key=key,
+    )
     batch, info = rb.sample(return_info=True)
     assert isinstance(info["index"], tuple) == bool(lanes)
-    assert set(batch.keys()) == {
-        "observation",
-        "index",
-        "priority_weight",
-        "sampled_at",
-    }
+    known = {"index", "priority_weight", "sampled_at"}
+    assert set(batch.keys()) == {"observation", *known}
     index = batch["index"].unbind(-1) if lanes else batch["index"]
     assert torch.equal(rb.storage.get(index)["observation"], batch["observation"])
-    batch[key] = torch.full((8, 1), 7.0)
-    rb.update_tensordict_priority(batch)
-    assert (rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7).sum() == len(
-        batch["index"].unique(dim=0)
-    )
+    rb.update_tensordict_priority(batch.set(key, torch.full((8, 1), 7.0)))
+    updated = rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7
+    assert updated.sum() == len(batch["index"].unique(dim=0))
 
 
 def test_transforms_see_the_index_and_may_drop_rows_and_cast():
@@ -127,87 +100,56 @@ def test_transforms_see_the_index_and_may_drop_rows_and_cast():
         return batch
 
     rb = filled(20, "proportional", transform=look)
-    rb.append_transform(RenameTransform(["observation"], ["state"]))
     rb.append_transform(DoubleToFloat(in_keys=[("next", "reward")]))
-    batch = rb.sample()
+    assert rb.sample()["next", "reward"].dtype is torch.float32
+    assert rb.storage["next", "reward"].dtype is torch.float64
     assert {"index", "priority_weight"} <= seen
-    assert "state" in batch.keys()
-    assert (batch["next", "reward"].dtype, rb.storage["next", "reward"].dtype) == (
-        torch.float32,
-        torch.float64,
-    )
     rb = filled(
         20, "proportional", transform=lambda batch: batch.select("observation")[:3]
     )
     assert list(rb.sample().keys()) == ["observation"]  # no index of others
 
 
-def test_a_transform_on_the_way_in_changes_what_the_short_path_stores(monkeypatch):
-    norm = ObservationNorm(
-        loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"]
-    )
-    rb = filled(4, transform=Compose(norm))
-    assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
-    assert torch.equal(
-        rb.sample().get("observation").sort(0).values % 1, torch.zeros(8, 3)
-    )
-    monkeypatch.setattr(RingWriter, "extend", None)
-    monkeypatch.setattr(RingWriter, "add", None)
-    data = transitions(6)
-    assert rb.extend(data[4:]).tolist() == [4, 5]
-    assert rb.add(data[0]) == 6
-    assert torch.equal(
-        rb.storage["observation"],
-        torch.cat([data["observation"] / 2, torch.zeros(1, 3)]),
-    )
-
-
 def test_sample_options_and_iteration_do_as_in_torchrl():
     rb = filled(20, "proportional")
-    assert set(rb.sample(return_info=True)[1]) == {
-        "index",
-        "priority_weight",
-        "sampled_at",
-    }
+    known = {"index", "priority_weight", "sampled_at"}
+    assert set(rb.sample(return_info=True)[1]) == known
     assert "index" not in rb.sample(include_info=False).keys()
     assert [batch.batch_size for batch in islice(rb, 4)] == [(8,)] * 4
     assert rb.sample(5).batch_size == (5,)
     for index in (slice(None), slice(2, 4), torch.tensor([1, 5])):
         assert_same(rb[index], transitions(20)[index])
-    words = (
+    for words in (
         "20 of 60 rows",
         "bytes per row",
         "'observation': float32 (3,)",
         "ProportionalSampler(alpha=0.6",
         "33.3%",
-    )
-    assert [word for word in words if word not in repr(rb)] == []
+    ):
+        assert words in repr(rb)
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "general"])
+@pytest.mark.parametrize("sampler", ["uniform", "slices"])
 def test_a_buffer_may_leave_the_report_out_as_torchrls_plain_one_does(sampler):
-    slices = SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False)
-    options = {"sampler": slices} if sampler == "general" else {}
-    kinds: list[tuple[Any, dict[str, Any]]] = [
+    options: dict[str, Any] = {"batch_size": 8}
+    if sampler == "slices":  # which report that a slice is truncated
+        options["sampler"] = SliceSampler(slice_len=4, end_key=("next", "done"))
+    flags = torch.zeros(40, 1, dtype=torch.bool)
+    flags[7::8] = True
+    data = TensorDict({"next": {"done": flags, "truncated": flags & False}}, [40])
+    found = []
+    for cls, more in (
         (ReplayBuffer, {}),
         (ReplayBuffer, {"include_info": False}),
-    ]
-    kinds.append((TorchRLReplayBuffer, {}))
-    buffers = [
-        cls(storage=PackedStorage(40), batch_size=8, **options, **more)
-        for cls, more in kinds
-    ]
-    found = []
-    for rb in buffers:
-        flags = {
-            name: torch.zeros(40, 1, dtype=torch.bool) for name in ("done", "truncated")
-        }
-        rb.extend(TensorDict({"x": torch.arange(40), "next": flags}, [40]))
+        (TorchRLReplayBuffer, {}),
+    ):
+        rb = cls(storage=PackedStorage(40), **options, **more)
+        rb.extend(data.clone())
         for _ in range(2):  # the general path, then the plan
             batch, (_, info) = rb.sample(), rb.sample(return_info=True)
         assert "index" in info
         found.append(("index" in batch, bool(batch["next", "truncated"].any())))
-    assert found == [(True, sampler == "general"), (False, False), (False, False)]
+    assert found == [(True, sampler == "slices"), (False, False), (False, False)]
 
 
 def test_transforms_see_what_torchrls_samplers_report_also_in_batches_drawn_ahead():
@@ -225,24 +167,21 @@ def test_the_keywords_of_torchrls_prioritized_buffer():
     rb = PrioritizedReplayBuffer(
         alpha=0.7, beta=0.9, storage=lambda: PackedStorage(30), batch_size=4, prefetch=3
     )
-    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.eps, rb.storage.max_size) == (
-        0.7,
-        0.9,
-        1e-8,
-        30,
-    )
+    sampler = rb.sampler
+    assert (sampler.alpha, sampler.beta, sampler.eps) == (0.7, 0.9, 1e-8)
     rb.extend(transitions(20))
-    batch = rb.sample()
-    batch["td_error"] = torch.full((4,), 2.0)
+    batch = rb.sample().set("td_error", torch.full((4,), 2.0))
     rb.update_tensordict_priority(batch)
-    assert (rb.sampler.priority(batch["index"]) == 2).all()
-    again = ReplayBuffer(storage=PackedStorage(30))
-    again.extend(batch.exclude("td_error"))  # without the sampler's report
-    assert {"priority_weight", "sampled_at"}.isdisjoint(again.storage[:].keys())
-    rb.extend(batch.exclude("td_error"))
-    mine = ReplayBuffer(storage=PackedStorage(30))
-    mine.extend(TensorDict({"sampled_at": torch.arange(5)}, [5]))  # a key of one's own
-    assert mine.storage["sampled_at"].tolist() == [0, 1, 2, 3, 4]
+    assert (sampler.priority(batch["index"]) == 2).all()
+
+
+def test_batches_are_written_without_the_report_of_their_sampler():
+    batch = filled(20, "proportional").sample()
+    for sampler in ("uniform", "proportional"):
+        rb = buffer_of(60, SAMPLERS[sampler](60), rows=batch)
+        assert_same(rb[:], batch.select("observation", "next"))
+    own = TensorDict({"sampled_at": torch.arange(5)}, [5])  # a key of one's own
+    assert_same(buffer_of(60, None, rows=own)[:], own)
 
 
 def test_parts_have_defaults_and_may_be_made_at_the_first_use():
@@ -260,65 +199,52 @@ def test_parts_have_defaults_and_may_be_made_at_the_first_use():
 
 @pytest.mark.parametrize("how", ["add", "extend"])
 def test_td_errors_that_come_with_the_data_are_the_rows_priorities(how):
-    rb = make(ReplayBuffer, "proportional")
+    rb = buffer_of(60, SAMPLERS["proportional"](60))
     data = transitions(4)
     data["td_error"] = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
-    for each in data.unbind(0) if how == "add" else [data]:
-        getattr(rb, how)(each)
-    assert rb.sampler.priority(torch.arange(4)).tolist() == [1.0, 2.0, 3.0, 0.5]
-    if how == "extend":
-        rb.extend(data, update_priority=False)
-        assert rb.sampler.priority(torch.arange(4, 8)).tolist() == [3.0] * 4
+    for rows in data.unbind(0) if how == "add" else [data]:
+        getattr(rb, how)(rows)
+    rb.extend(data, update_priority=False)
+    priorities = rb.sampler.priority(torch.arange(8)).tolist()
+    assert priorities == [1.0, 2.0, 3.0, 0.5, *[3.0] * 4]
 
 
 @pytest.mark.parametrize(("lanes", "shape"), [(0, (1,)), (3, ()), (3, (4,))])
-@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
-def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape, reduction):
+@pytest.mark.parametrize(
+    ("reduction", "combined"), [("max", 24), ("min", 8), ("mean", 12), ("median", 8)]
+)
+def test_several_td_errors_a_row_are_reduced_by_magnitude(
+    lanes, shape, reduction, combined
+):
     rb = filled(20, "proportional", lanes=lanes)
     rb.sampler.reduction = reduction
     for _ in range(2):  # the second update is compiled
         batch = rb.sample().exclude("sampled_at")  # these are the stamps of other rows
         batch["index"] = batch["index"][:1].expand_as(batch["index"]).clone()
-        batch["td_error"] = (
-            -torch.arange(1.0, 9.0)
-            .view(8, *(1,) * len(shape))
-            .expand(8, *shape)
-            .clone()
-        )
+        errors = -torch.arange(1.0, 9.0).view(8, *(1,) * len(shape))
+        batch["td_error"] = errors.expand(8, *shape).clone()
         if shape == (4,):
             batch["td_error"][:, 1] *= -3
         rb.update_tensordict_priority(batch)
         last = rb.sampler.priority(batch["index"][:1], storage=rb.storage)
-        assert last.tolist() == [
-            {"max": 24.0, "mean": 12.0}.get(reduction, 8.0) if shape == (4,) else 8.0
-        ]
+        assert last.item() == (combined if shape == (4,) else 8)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_rows_that_are_batches_come_back_as_such(ndim):
-    rb = ReplayBuffer(
-        storage=PackedStorage(12, ndim=ndim),
-        sampler=ProportionalSampler(12),
-        batch_size=4,
-    )
-    rb.extend(
-        TensorDict(
-            {"x": torch.arange(24.0).view(2, 3, 4)[(0,) * (2 - ndim)]},
-            [2, 3, 4][2 - ndim :],
-        )
-    )
-    batch = rb.sample()  # of rows of four
-    assert (
-        batch.batch_size
-        == batch["priority_weight"].shape
-        == batch["index"].shape[:2]
-        == (4, 4)
-    )
+    storage, sampler = PackedStorage(12, ndim=ndim), ProportionalSampler(12)
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    shape = [2, 3, 4][2 - ndim :]  # rows of four
+    x = torch.arange(24.0).view(2, 3, 4)
+    rb.extend(TensorDict({"x": x if ndim == 2 else x[0]}, shape))
+    batch = rb.sample()
+    assert batch.batch_size == batch["priority_weight"].shape == (4, 4)
+    assert batch["index"].shape[:2] == (4, 4)
     batch["td_error"] = batch["x"] + 1
     rb.update_tensordict_priority(batch)
     index = batch["index"][:, 0].unbind(-1) if ndim == 2 else batch["index"][:, 0]
-    found = rb.sampler.priority(index, storage=rb.storage)
-    assert torch.equal(found, batch["x"][:, 3].double() + 1)  # the largest of each row
+    priorities = rb.sampler.priority(index, storage=rb.storage)
+    assert torch.equal(priorities, batch["x"][:, 3].double() + 1)  # the largest
 
 
 @pytest.mark.parametrize(
@@ -339,110 +265,80 @@ def test_writers_of_torchrl_that_add_the_index_write_one_row_and_then_several(
 
 
 def test_batches_without_the_report_say_how_to_update_their_priorities():
-    rb = ReplayBuffer(
-        storage=PackedStorage(9),
-        sampler=ProportionalSampler(9),
-        batch_size=4,
-        include_info=False,
-    )
-    rb.extend(transitions(9))
-    batch = rb.sample().set("td_error", torch.full((4,), 7.0))
-    with pytest.raises(
-        KeyError,
-        match=r"no 'index': it was sampled with include_info=False.* with return_info=True",
-    ):
+    rb = filled(9, "proportional", include_info=False)
+    batch = rb.sample().set("td_error", torch.full((8,), 7.0))
+    said = "no 'index': it was sampled with include_info=False.* with return_info=True"
+    with pytest.raises(KeyError, match=said):
         rb.update_tensordict_priority(batch)
     batch, info = rb.sample(return_info=True)
-    rb.update_priority(info["index"], torch.full((4,), 7.0))
+    rb.update_priority(info["index"], torch.full((8,), 7.0))
     assert (rb.sampler.priority(info["index"]) == 7).all()
     with pytest.raises(KeyError, match="include_info=True"):
-        rb.write_back(batch, "observation", sampled_at=torch.zeros(4))
-
-
-def steps_of(lanes: int, steps: int) -> TensorDict:
-    seen = torch.rand(lanes, steps, 3)
-    after = {
-        "observation": seen,
-        "reward": seen[..., :1],
-        "done": torch.zeros(lanes, steps, 1, dtype=torch.bool),
-    }
-    return TensorDict({"observation": seen, "next": after}, [lanes, steps])
+        rb.write_back(batch, "observation", sampled_at=torch.zeros(8))
 
 
 def test_a_first_write_that_makes_rows_of_whole_trajectories_says_so():
+    steps = torch.rand(4, 5, 3)
+    flags = torch.zeros(4, 5, 1, dtype=torch.bool)
+    after = {"observation": steps, "reward": steps[..., :1], "done": flags}
+    data = TensorDict({"observation": steps, "next": after}, [4, 5])
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
-    with pytest.warns(
-        UserWarning,
-        match=r"batch size \[4, 5\] makes rows of \[5\] steps .* storage with ndim=2, or flat",
-    ):
-        rb.extend(steps_of(4, 5))
+    said = r"batch size \[4, 5\] makes rows of \[5\] steps .* with ndim=2, or flat"
+    with pytest.warns(UserWarning, match=said):
+        rb.extend(data)
     assert rb.sample().shape == (4, 5)  # it may be meant
     meant = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
-    meant.storage.reserve(steps_of(4, 5)[0])
-    meant.extend(steps_of(4, 5))
-    with pytest.warns(
-        UserWarning,
-        match=r"batch size \[5\] makes rows of \[5\] steps .* rows of one step, use extend",
-    ):
-        ReplayBuffer(storage=PackedStorage(20)).add(steps_of(4, 5)[0])
+    meant.storage.reserve(data[0])
+    meant.extend(data)
+    said = r"batch size \[5\] makes rows of \[5\] steps .* of one step, use extend"
+    with pytest.warns(UserWarning, match=said):
+        ReplayBuffer(storage=PackedStorage(20)).add(data[0])
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
-    rb = make(ReplayBuffer, "proportional", lanes=lanes)
+    rb = filled(4, "proportional", lanes=lanes)
     data = transitions(4, lanes=lanes)
     index = rb.extend(data)
+    stored = rb.storage["observation"][..., 0].flatten().double()
     # time first, as the index has it
     rows = data.transpose(0, 1).reshape(-1) if lanes else data
     rb.update_priority(index, rows["observation"][:, 0] + 1)
-    stored = rb.storage["observation"][..., 0].flatten()
     assert torch.equal(
-        rb.sampler.priority(torch.arange(len(rb))), (stored + 1).double()
+        rb.sampler.priority(torch.arange(len(rb)))[-len(index) :],
+        stored[-len(index) :] + 1,
     )
-    shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
     # lanes first, both alike
+    shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
     rb.update_priority(shaped, data["observation"][..., 0] + 2)
     assert torch.equal(
-        rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double()
+        rb.sampler.priority(torch.arange(len(rb)))[-len(index) :],
+        stored[-len(index) :] + 2,
     )
 
 
-def test_a_storage_put_in_place_later_takes_the_writes():
-    rb, other = make(ReplayBuffer, "proportional"), make(ReplayBuffer, "uniform")
-    rb.extend(transitions(6))
-    other.extend(transitions(65, start=100))
-    rb.set_storage(other.storage)
-    assert (rb.sampler.priority(torch.arange(60)) == 1.0).all()
-    assert rb.extend(transitions(2, start=900)).tolist() == [5, 6]
-    assert rb.chronological()["observation"][-3:, 0].tolist() == [164.0, 900.0, 901.0]
-    assert rb.chronological()["observation"][0, 0] == 107.0
-
-
-@pytest.mark.parametrize("delayed_init", [False, True])
+@pytest.mark.parametrize("way", ["new", "delayed", "set_storage"])
 @pytest.mark.parametrize(
     ("written", "expected"), [(6, [6, 7]), (60, [0, 1]), (65, [5, 6])]
 )
-def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(
-    written, expected, delayed_init
-):
+def test_a_buffer_goes_on_behind_the_newest_row_that_it_finds(written, expected, way):
     first = ReplayBuffer(storage=PackedStorage(60))
     first.extend(transitions(written))
-    rb = ReplayBuffer(
-        storage=first.storage,
-        sampler=ProportionalSampler(60),
-        delayed_init=delayed_init,
-    )
-    assert rb.chronological()["observation"][:, 0].tolist() == list(
-        range(max(0, written - 60), written)
-    )
+    sampler = ProportionalSampler(60)
+    if way == "set_storage":
+        rb = buffer_of(60, sampler, rows=transitions(9))
+        rb.set_storage(first.storage)
+    else:
+        rb = ReplayBuffer(
+            storage=first.storage, sampler=sampler, delayed_init=way == "delayed"
+        )
     assert rb.extend(transitions(2, start=900)).tolist() == expected
+    numbers = [*range(max(0, written - 58), written), 900, 901]
+    if written == 6:
+        numbers = [*range(6), 900, 901]
+    assert rb.chronological()["observation"][:, 0].tolist() == numbers
     assert rb.write_count == first.write_count == written + 2
-    assert len(rb) == min(60, written + 2)
-    assert rb.chronological()["observation"][-3:, 0].tolist() == [
-        written - 1.0,
-        900.0,
-        901.0,
-    ]
+    assert (rb.sampler.priority(torch.arange(len(rb))) == 1).all()
 
 
 def test_consumed_items_are_left_to_torchrls_sampler():
@@ -456,18 +352,14 @@ def test_consumed_items_are_left_to_torchrls_sampler():
     assert len(rb) == 0
 
 
-@pytest.mark.parametrize("writer", [ReservoirWriter, ReservoirWriter()])
-def test_other_buffers_over_the_storage_go_on_without_a_buffer_that_was_refused(writer):
-    rb = ReplayBuffer(
-        storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4
-    )
-    rb.extend(transitions(5))
+def test_other_buffers_over_the_storage_go_on_without_a_buffer_that_was_refused():
+    rb = filled(5, "proportional")
     with pytest.raises(ValueError, match="a RecencySampler needs rows in time order"):
         ReplayBuffer(
-            storage=rb.storage, sampler=RecencySampler(), writer=writer, batch_size=4
+            storage=rb.storage, sampler=RecencySampler(), writer=ReservoirWriter()
         )
     assert rb.extend(transitions(3)).tolist() == [5, 6, 7]
-    assert len(rb.sample()) == 4
+    assert len(rb.sample()) == 8
 
 
 # -- calls that are compiled, and what users put into them
@@ -479,14 +371,15 @@ class OwnDraw(ProportionalSampler):
         return torch.zeros_like(flat), info
 
 
+class DoubledRule(ProportionalRule):
+    def update_(self, flat: Any, td_error: torch.Tensor, rows: int) -> Any:
+        return super().update_(flat, 2 * td_error, rows)
+
+
 class OwnRule(ProportionalSampler):
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
-        self.rule.__class__ = type("Doubled", (type(self.rule),), {"update_": doubled})
-
-
-def doubled(rule: Any, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> Any:
-    return ProportionalRule.update_(rule, flat, 2 * td_error, rows)
+        self.rule.__class__ = DoubledRule
 
 
 class OwnStorage(PackedStorage):
@@ -503,27 +396,29 @@ class OwnAnchors(NStepSampler):
         return update._replace(td_error=2 * update.td_error)
 
 
-def options() -> dict[str, ReplayBuffer]:
-    def made(
-        sampler: Any = ProportionalSampler, storage: Any = PackedStorage, **options: Any
-    ) -> ReplayBuffer:
-        return ReplayBuffer(
-            storage=storage(24), sampler=sampler(24), batch_size=8, **options
-        )
+#: The sampler, the storage, and other parts.
+COMPILED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "subclass of the sampler": (
+        type("Subclass", (ProportionalSampler,), {}),
+        PackedStorage,
+        {},
+    ),
+    "subclass of the storage": (ProportionalSampler, OwnStorage, {}),
+    "statistics": (ProportionalSampler, PackedStorage, {"stats": EpisodeStats()}),
+    "flow control": (
+        ProportionalSampler,
+        PackedStorage,
+        {"samples_per_insert": 1.0, "tolerance": 1_000},
+    ),
+    "a draw of one's own": (OwnDraw, PackedStorage, {}),
+    "a rule of one's own": (OwnRule, PackedStorage, {}),
+}
 
-    return {
-        "subclass of the sampler": made(type("Subclass", (ProportionalSampler,), {})),
-        "subclass of the storage": made(storage=OwnStorage),
-        "statistics": made(stats=EpisodeStats()),
-        "flow control": made(samples_per_insert=1.0, tolerance=1_000),
-        "a draw of one's own": made(OwnDraw),
-        "a rule of one's own": made(OwnRule),
-    }
 
-
-@pytest.mark.parametrize("option", options())
+@pytest.mark.parametrize("option", COMPILED)
 def test_options_and_subclasses_are_compiled(option):
-    rb = options()[option]
+    sampler, storage, parts = COMPILED[option]
+    rb = buffer_of(24, sampler(24), storage=storage, batch_size=8, **parts)
     for start in range(0, 18, 6):
         rb.extend(transitions(6, start=start))
         batch = rb.sample().set("td_error", torch.full((8,), 3.0))
@@ -532,44 +427,24 @@ def test_options_and_subclasses_are_compiled(option):
     assert "extend" in compiled
     assert "sample" in compiled
     assert not reasons
-    expected = 6.0 if option == "a rule of one's own" else 3.0
+    expected = 6.0 if sampler is OwnRule else 3.0
     assert (rb.sampler.priority(batch["index"]) == expected).all()
-    assert option != "a draw of one's own" or (batch["index"] == 0).all()
-    assert rb.flow is None or rb.health()["samples"] == 24
+    assert sampler is not OwnDraw or (batch["index"] == 0).all()
 
 
 def test_what_a_subclass_overrides_is_called_at_every_sample_and_update():
-    rb = ReplayBuffer(
-        storage=ReadsItself(24), sampler=ProportionalSampler(24), batch_size=8
-    )
-    rb.extend(transitions(20).set("number", torch.arange(20)))
+    rows = transitions(20).set("number", torch.arange(20))
+    rows["next", "terminated"] = rows["next", "done"]
+    rb = buffer_of(24, ProportionalSampler(24), storage=ReadsItself, rows=rows)
     for _ in range(3):
-        batch = rb.sample()
+        batch = rb.sample(8)
         assert torch.equal(batch["number"], batch["index"] + 1_000)
     assert "ReadsItself has no compiled read" in rb.compiled
-    rb = ReplayBuffer(
-        storage=PackedStorage(24),
-        sampler=OwnAnchors(ProportionalSampler(24), 3, 0.9),
-        batch_size=8,
-    )
-    rb.extend(
-        transitions(20).set(
-            ("next", "terminated"), torch.zeros(20, 1, dtype=torch.bool)
-        )
-    )
+    rb = buffer_of(24, OwnAnchors(ProportionalSampler(24), 3, 0.9), rows=rows)
     for error in (1.0, 2.0, 3.0):
-        batch = rb.sample().set("td_error", torch.full((8,), error))
+        batch = rb.sample(8).set("td_error", torch.full((8,), error))
         rb.update_tensordict_priority(batch)
         assert (rb.sampler.innermost.priority(batch["index"]) == 2 * error).all()
-
-
-def test_unique_set_later_draws_no_row_twice():
-    rb = ReplayBuffer(storage=PackedStorage(24), batch_size=8)
-    rb.extend(transitions(8))
-    for unique in (False, False, True, False):
-        rb.sampler.unique = unique
-        counts = torch.stack([rb.sample()["index"].sort().values for _ in range(10)])
-        assert (counts == torch.arange(8)).all() == unique
 
 
 class LooksUpRanks:
@@ -584,7 +459,7 @@ class LooksUpRanks:
 
 
 def test_listeners_may_look_up_ranks_during_a_write():
-    rb = ReplayBuffer(storage=PackedStorage(24), sampler=RankSampler(24), batch_size=8)
+    rb = buffer_of(24, RankSampler(24))
     listener = LooksUpRanks(rb)
     rb.storage.attach(listener)
 
@@ -597,20 +472,19 @@ def test_listeners_may_look_up_ranks_during_a_write():
     thread.start()
     thread.join(60)
     assert not thread.is_alive()  # it would wait for a lock that it holds
-    assert (listener.told, rb.compiled.startswith("add, extend")) == (6, True)
+    assert listener.told == 6
+    assert rb.compiled.startswith("add, extend")
 
 
-def test_rows_hold_what_a_lazily_negated_or_conjugated_leaf_shows():
-    number = torch.tensor([[1 + 2j], [3 - 4j]])
-    for leaf in (number.conj().imag, number.conj()):
-        rb = ReplayBuffer(storage=PackedStorage(24))
-        for _ in range(3):
-            rb.extend(TensorDict({"x": leaf}, [2]))
-            rb.add(TensorDict({"x": leaf[0]}, []))
-        assert torch.equal(
-            rb.storage["x"],
-            torch.cat([leaf, leaf[:1]] * 3).resolve_neg().resolve_conj(),
-        )
+@pytest.mark.parametrize("is_complex", [True, False])
+def test_rows_hold_what_a_lazily_negated_or_conjugated_leaf_shows(is_complex):
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    leaf = conjugate if is_complex else conjugate.imag
+    rb = ReplayBuffer(storage=PackedStorage(24))
+    for _ in range(3):
+        rb.extend(TensorDict({"x": leaf}, [2]))
+        rb.add(TensorDict({"x": leaf[0]}, []))
+    assert rb.storage["x"].tolist() == [*leaf.tolist(), leaf[0].item()] * 3
 
 
 # -- over a storage of TorchRL's
@@ -637,27 +511,27 @@ OVER_OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("storage", STORAGES)
 def test_draws_are_those_over_a_packed_storage(storage: str, sampler: str):
     lanes = [LANES] if storage == "lanes" else []
-    buffers = []
-    for made in (
-        STORAGES[storage](CAPACITY),
-        PackedStorage(CAPACITY, ndim=1 + len(lanes)),
-    ):
-        rb = ReplayBuffer(storage=made, sampler=OVER_OTHERS[sampler](), batch_size=4)
-        rb.set_rng(torch.Generator().manual_seed(3))
-        buffers.append(rb)
-    assert [type(rb) for rb in buffers] == [TensorDictReplayBuffer, ReplayBuffer]
+    packed = partial(PackedStorage, ndim=1 + len(lanes))
+    theirs, ours = (
+        ReplayBuffer(
+            storage=make(CAPACITY),
+            sampler=OVER_OTHERS[sampler](),
+            batch_size=4,
+            generator=torch.Generator(),
+        )
+        for make in (STORAGES[storage], packed)
+    )
+    assert (type(theirs), type(ours)) == (TensorDictReplayBuffer, ReplayBuffer)
     for call in range(4):
         k = torch.arange(9 * call, 9 * call + 9).expand(*lanes, 9)
         k = k * 10 + torch.arange(LANES)[:, None] if lanes else k
-        for rb in buffers:
+        for rb in (theirs, ours):
             rb.extend(TensorDict({"k": k}, k.shape))
         for size in (4, 6):
-            theirs, ours = (rb.sample(size) for rb in buffers)
-            assert torch.equal(theirs["k"].long(), ours["k"])
-            for rb, batch in zip(buffers, (theirs, ours), strict=True):
-                rb.update_tensordict_priority(
-                    batch.set("td_error", batch["k"] % 7 + 1.0)
-                )
+            batch, expected = theirs.sample(size), ours.sample(size)
+            assert torch.equal(batch["k"].long(), expected["k"])
+            for rb, rows in ((theirs, batch), (ours, expected)):
+                rb.update_tensordict_priority(rows.set("td_error", rows["k"] % 7 + 1.0))
 
 
 # -- wrong arguments of buffers: errors say what was meant

@@ -121,10 +121,15 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
 
 
 @pytest.mark.parametrize(
-    ("sampler", "prefetch"), [("proportional", None), ("rank", 3), ("uniform", 3)]
+    ("sampler", "parts"),
+    [
+        ("proportional", {}),
+        ("rank", {"prefetch": 3}),
+        ("proportional", {"device": "cpu", "prefetch": 2}),
+    ],
 )
-def test_one_writer_four_samplers_and_one_that_updates(sampler, prefetch):
-    rb = make(sampler, prefetch=prefetch)
+def test_one_writer_four_samplers_and_one_that_updates(sampler, parts):
+    rb = make(sampler, **parts)
     crowd, written = usual(rb)
     crowd.run()
     kept = min(written[0], CAPACITY)

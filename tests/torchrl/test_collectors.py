@@ -87,8 +87,8 @@ def check_trajectories(rb: Any) -> None:
         (1, True, ReplayBuffer),
         (2, False, ReplayBuffer),
         # with [T, E] it fails with TorchRL's own parts, too
-        (1, False, TensorDictReplayBuffer),
-        (2, True, TensorDictReplayBuffer),
+        pytest.param(1, False, TensorDictReplayBuffer, marks=pytest.mark.slow),
+        pytest.param(2, True, TensorDictReplayBuffer, marks=pytest.mark.slow),
     ],
 )
 def test_a_collector_fills_the_buffer_itself(ndim, extend_buffer, cls):

@@ -99,6 +99,7 @@ def test_a_compiled_update_raises_the_priority_of_new_rows(name):
     assert priority[20] == 50 > priority.min()
 
 
+@pytest.mark.slow
 def test_torchrls_buffer_with_our_sampler_is_compiled_once_while_it_fills():
     storage = LazyTensorStorage(100, compilable=True)
     rb = TorchRLReplayBuffer(

@@ -1,5 +1,7 @@
-"""The reservoir: every set of rows is equally likely to be what is left, and what is
-left is what was written."""
+"""The reservoir: every set of rows is equally likely to be what is left.
+
+``tests/test_lockstep.py`` compares what is left with what was written.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter
+from rlbuf_td import ReplayBuffer, ReservoirWriter
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 from tests.storages.test_sharing import all_elsewhere
@@ -19,37 +21,18 @@ from tests.storages.test_sharing import all_elsewhere
 
 def numbered(first: int, count: int, lanes: int = 0) -> TensorDict:
     step = torch.arange(first, first + count)
-    if not lanes:
-        return TensorDict({"step": step, "lane": step * 0}, [count])
-    lane = torch.arange(lanes)[:, None].expand(lanes, count).clone()
-    return TensorDict(
-        {"step": step.expand(lanes, count).clone(), "lane": lane}, [lanes, count]
-    )
+    if lanes:
+        step = step.expand(lanes, count).clone()
+    return TensorDict({"step": step}, step.shape)
 
 
-def buffer(
-    capacity: int,
-    lanes: int = 0,
-    storage: Any = PackedStorage,
-    cls: Any = ReplayBuffer,
-    **parts: Any,
-) -> Any:
-    sampler = parts.pop("sampler", None)
-    return buffer_of(
-        capacity,
-        sampler,
-        lanes,
-        storage,
-        cls,
-        writer=ReservoirWriter(),
-        batch_size=8,
-        **parts,
-    )
+def buffer(steps: int, lanes: int = 0, cls: Any = ReplayBuffer) -> Any:
+    return buffer_of(steps, None, lanes, cls=cls, writer=ReservoirWriter())
 
 
 @pytest.mark.parametrize(("steps", "parts"), [(2, (1, 2, 1, 2)), (1, (4, 1))])
 def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
-    writer, total, rounds = ReservoirWriter(), sum(parts), 40_000
+    writer, total, rounds = ReservoirWriter(), sum(parts), 20_000
     writer._rng = torch.Generator().manual_seed(1)
     counts = dict.fromkeys(combinations(range(total), steps), 0)
     for _ in range(rounds):
@@ -62,73 +45,19 @@ def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
             writer.numbers.set(choice.state)
         counts[tuple(sorted(left.values()))] += 1
     law = torch.full((len(counts),), 1 / len(counts), dtype=torch.float64)
-    assert power(law.numpy(), rounds, bias=0.035) > 0.9
+    assert power(law.numpy(), rounds, bias=0.05) > 0.9
     assert_follows(list(counts.values()), law)
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("lanes", [0, 3])
-def test_what_is_left_is_what_the_index_says(lanes, cls):
-    """With whole time steps of all lanes, each of them left as often as any other."""
-    capacity, total, rounds = 10, 60, 12
-    left = torch.zeros(total)
-    rb = buffer(capacity, lanes, cls=cls)
-    for _ in range(rounds):
-        rb.empty()
-        wanted, step = torch.full((capacity, max(lanes, 1)), -1), 0
-        while step < total:
-            # TorchRL's buffer fails with single steps of several lanes
-            count = (5, 7, 2, 6)[step % 4]
-            count = total - step if total - step < count + 2 else count
-            index = rb.extend(numbered(step, count, lanes))
-            flat = index if not lanes else index.view(count, lanes, 2)[:, 0, 0]
-            if lanes:
-                assert (index.view(count, lanes, 2)[:, :, 0] == flat[:, None]).all()
-            for place, slot in enumerate(flat.tolist()):
-                if slot >= 0:
-                    wanted[slot] = step + place
-            step += count
-        assert torch.equal(rb.storage[:]["step"].view(capacity, -1), wanted)
-        assert (
-            rb.storage[:]["lane"].view(capacity, -1) == torch.arange(max(lanes, 1))
-        ).all()
-        assert len(rb) == capacity * max(lanes, 1)
-        left += torch.bincount(wanted[:, 0], minlength=total)
-    assert left.sum() == rounds * capacity
-    assert abs(float(left[:30].sum()) / (rounds * capacity) - 0.5) < 0.2
-    assert rb.write_count == total * max(lanes, 1)
-
-
-def test_single_steps_are_added_and_refused_alike():
-    rb = buffer(4)
+def test_single_steps_are_added_and_refused_alike(cls):
+    rb = buffer(4, cls=cls)
     index = [rb.add(TensorDict({"step": torch.tensor(step)})) for step in range(200)]
     assert index[:4] == [0, 1, 2, 3]
     assert set(index) == {-1, 0, 1, 2, 3}
     assert index.count(-1) > 150
     last = {slot: step for step, slot in enumerate(index)}
     assert rb.storage["step"].tolist() == [last[slot] for slot in range(4)]
-
-
-def test_new_rows_get_their_priorities_and_old_batches_change_the_rows_that_are_there():
-    rb = buffer(6, sampler=ProportionalSampler(6, eps=0.0))
-    cells, serials = torch.arange(6), None
-    for first in range(0, 400, 5):
-        rows = numbered(first, 5)
-        rows["td_error"] = rows["step"].float() + 1
-        batch = rb.sample() if first else None
-        rb.extend(rows)
-        priority = rb.sampler.priority(torch.arange(len(rb)))
-        assert torch.equal(priority, rb.storage["step"].double() + 1)
-        if len(rb) < 6:
-            continue
-        stamps = rb.storage.stamps(cells)
-        assert serials is None or torch.equal(stamps, serials)
-        serials = stamps
-        batch["td_error"] = torch.full((8,), 0.5)
-        rb.update_tensordict_priority(batch)
-        assert (rb.sampler.priority(batch["index"]) == 0.5).all()
-        rb.update_priority(cells, rb.storage["step"].float() + 1)
-    assert rb.health()["stale_updates"] == 0
 
 
 @pytest.mark.parametrize("lanes", [0, 2])
@@ -168,18 +97,16 @@ def test_processes_fill_one_reservoir():
 
 
 def test_two_writers_over_one_storage_must_be_the_same():
-    storage = PackedStorage(4)
-    rb = ReplayBuffer(storage=storage, writer=ReservoirWriter())
+    rb = buffer(4)
+    writer = rb.writer
     for make in (ReplayBuffer, TensorDictReplayBuffer):
         with pytest.raises(ValueError, match=r"writer=rb\.writer"):
-            make(storage=storage, writer=ReservoirWriter())
-    first = rb.writer
-    assert rb.set_writer(ReservoirWriter()) is first
-    other = ReplayBuffer(storage=storage, writer=rb.writer)
-    writer = rb.writer
+            make(storage=rb.storage, writer=ReservoirWriter())
+    assert rb.set_writer(ReservoirWriter()) is writer
+    other = ReplayBuffer(storage=rb.storage, writer=rb.writer)
     with pytest.raises(ValueError, match=r"writer=rb\.writer"):
         rb.set_writer(ReservoirWriter())
-    assert rb.writer is writer
-    rb.extend(TensorDict({"x": torch.arange(50)}, [50]))
-    other.extend(TensorDict({"x": torch.arange(50, 99)}, [49]))
+    assert rb.writer is other.writer
+    rb.extend(numbered(0, 50))
+    other.extend(numbered(50, 49))
     assert rb.write_count == other.write_count == 99
