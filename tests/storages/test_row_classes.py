@@ -420,3 +420,25 @@ def test_a_list_of_strings_is_a_nested_key():
         lambda names: OmegaConf.create(names.split(".")),
     ):
         assert keys_of(key) == expected
+
+
+#: Reads of lanes of two, three and one rows, with the shape of what they return.
+READS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
+    "sample": (lambda rb: rb.sample(), (4,)),
+    "last": (lambda rb: rb.last(1), (1, 3)),
+    "last, flat": (lambda rb: rb.last(1, flat=True), (3,)),
+    "chronological": (lambda rb: rb.chronological(flat=True), (6,)),
+    "a lane": (lambda rb: rb.lane(1).chronological(), (3,)),
+    "the newest of a lane": (lambda rb: rb.lane(1).last(2), (2,)),
+    "a time step": (lambda rb: rb.storage[0], (3,)),
+    "rows": (lambda rb: rb.storage.get(([0, 2], [0, 1])), (2,)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_read_of_unlike_lanes_gives_what_was_written(read: str) -> None:
+    rb: Any = ReplayBuffer(storage=PackedStorage(12, ndim=2, lanes=3), batch_size=4)
+    for lane, count in enumerate((2, 3, 1)):
+        rb.extend(steps(10 * lane, count), lanes=lane)
+    call, shape = READS[read]
+    check(call(rb), *shape)
