@@ -622,6 +622,21 @@ def test_it_goes_on(backend, name, way, used, tmp_path):
         assert_equal(everything(rb), everything(other), unlike)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_reserved_rows_take_more_entries_after_any_way(way, tmp_path):
+    rows = steps(0, 3, 0)
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return ReplayBuffer(storage=PackedStorage(STEPS), generator=generator)
+
+    rb = make()
+    rb.storage.reserve(rows.exclude("action")[0])
+    other = WAYS[way](rb, make, tmp_path)
+    other.extend(rows)
+    assert_equal(other[:].to_dict(), rows.to_dict(), ())
+
+
 # -- ways that need more than a folder: another process, and a file that an earlier
 # process has left
 

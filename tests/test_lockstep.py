@@ -692,13 +692,16 @@ class Machine:
     # -- edits
 
     def edit(self, a: int, b: int) -> None:
-        """Set an entry of one row: a number, or the flags that end its episode."""
+        """Set an entry of one row: a number, the flags that end its episode, or its
+        trajectory id."""
         if not len(self.model) or not self.is_ours:
             return
         row = self.model.rows()[b % len(self.model)]
         new: m.Fields = {("hidden",): [a / 64] * 3}
         if a % 3 == 0:
             new = {m.TERMINATED: [a % 2 == 0], m.DONE: [a % 2 == 0]}
+        elif a % 3 == 1 and self.world.ids:
+            new = {m.TRAJ: a // 3}
         index = m.index_of(self.model, [row])
         for key, value in new.items():
             self.rb.set_at_(key, torch.tensor([value]), index)
@@ -1501,6 +1504,12 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
             *[("extend", 3, 0), ("save", 0, 0), ("load", 0, 0), ("extend", 2, 0)],
             *[("edit", 1, 0), ("edit", 3, 1), ("edit", 6, 2)],
         ],
+        7,
+    ),
+    "edited ids end an episode, and join others": (
+        "lanes",
+        "n-step",
+        [("extend", 7, 0), *[("edit", a, b) for a in (4, 1, 1, 4) for b in range(9)]],
         7,
     ),
     "a load and a reopening join no episodes": (

@@ -158,6 +158,27 @@ def test_add_step_and_add_write_the_same_rows(transform):
         assert_alike(seen[0], other)
 
 
+def test_another_storage_is_written_as_by_a_new_buffer():
+    step: dict[str, Any] = {
+        "observation": np.zeros(2),
+        "action": 0,
+        "reward": 2.0**24 + 1,  # no float32
+        "next_observation": np.ones(2),
+        "terminated": False,
+        "truncated": False,
+    }
+    exact = torch.tensor(step["reward"], dtype=torch.float64)
+    wide = make_transition(*(step | {"reward": exact}).values())
+    used, new = (ReplayBuffer(storage=PackedStorage(CAPACITY)) for _ in range(2))
+    used.add_step(**step | {"reward": 1.0})
+    used.set_storage(PackedStorage(CAPACITY))
+    for rb in (used, new):
+        rb.storage.reserve(wide)
+        rb.add_step(**step)
+    assert used[:]["next", "reward"] == step["reward"]
+    assert_same(used[:], new[:])
+
+
 def test_a_row_that_the_writer_leaves_out_changes_nothing():
     sampler = ProportionalSampler(2)
     rb = buffer_of(2, sampler, writer=TensorDictMaxValueWriter(rank_key="rating"))
