@@ -322,10 +322,13 @@ class Reservoir(World):
     """A world whose writer says where rows lie, or that they were dropped."""
 
     def tell(self, rows: Sequence[tuple[int, m.Fields]], index: Any = None) -> Any:
-        slots = torch.as_tensor(index).reshape(len(rows), -1)[:, 0].tolist()
-        for (lane, fields), slot in zip(rows, slots, strict=True):
+        cells = torch.as_tensor(index).reshape(len(rows), -1).tolist()
+        for (lane, fields), (slot, *lanes) in zip(rows, cells, strict=True):
             if slot >= 0:
+                assert lanes in ([], [lane])
                 self.model.put(slot, lane, fields)
+            else:
+                assert lanes in ([], [-1])
         return index
 
 
@@ -1520,6 +1523,12 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
             *[("load", 1, 0), ("reopen", 0, 0), ("add", 0, 0), ("reopen", 1, 60)],
         ],
         7,
+    ),
+    "a reservoir drops steps of lanes": (
+        "lanes",
+        "reservoir",
+        [("extend", 50, 0), ("add", 0, 0), ("extend", 50, 0), ("add", 0, 0)],
+        2,
     ),
     "lanes whose actors die, one after another": (
         "shared lanes",
