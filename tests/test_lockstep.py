@@ -59,6 +59,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.kernels.dispatch import uses_numba
 from tests import model as m
 from tests.backends import running
@@ -805,9 +806,20 @@ class Machine:
         way, state = ("dumps", "state_dict")[a % 2], None
         if way == "dumps":
             self.rb.dumps(self.folder / "dump")
+            self.check_dump()
         else:
             state = self.rb.state_dict()
         self.saved = way, state, self.kept()
+
+    def check_dump(self) -> None:
+        """Read the dump without a buffer, as it may be after a kill."""
+        if not self.is_ours or self.kind.writer in ROLLOUTS:
+            return  # no writer computes the estimates of a rollout
+        dump = open_checkpoint(self.folder / "dump")
+        if not self.lanes:
+            stored = 0 if dump.rows is None else len(dump.rows)
+            assert stored == len(self.model)
+        m.assert_holds(ReplayBuffer(storage=dump.storage), self.model)
 
     def kept(self) -> Any:
         return m.saved(self.world), {*self.undrawn}, [*self.batches]
@@ -921,7 +933,7 @@ class Machine:
     def kill(self, a: int, b: int) -> None:
         """Kill a process at some line of a write."""
         if self.is_shared and self.kind.writer is None:
-            self.in_child(a, b, 1 + (61 * a + b) % 800)
+            self.in_child(a, b, self.line(a, b))
 
     def in_child(
         self, a: int, b: int, line: int, then: Callable[[], object] = lambda: None
@@ -946,6 +958,10 @@ class Machine:
         self.settle(before, child, written, lanes, sure=code == 0)
         return code != 0
 
+    def line(self, a: int, b: int) -> int:
+        """Choose one of the lines of a write; the reference has more."""
+        return 1 + (61 * a + b) % (800 if self.is_compiled else 1_800)
+
     def write(self, world: World, a: int, b: int) -> list[int]:
         """Write rows, and return the lane of each."""
         if self.appends and a % 2:
@@ -964,7 +980,7 @@ class Machine:
         but for what it replaces."""
         # see `extend`
         if self.kind.writer is None and (self.is_ours or not self.lanes):
-            self.interrupted_at(1 + (61 * a + b) % 800, a, b)
+            self.interrupted_at(self.line(a, b), a, b)
 
     def interrupted_at(self, line: int, a: int, b: int) -> bool:
         """Return whether the write has come so far."""
@@ -1054,7 +1070,7 @@ class Machine:
         gc.collect()  # an interrupted call may refer to the rows
         self.model.begin_episodes()
         if a % 2 and self.kind.writer is None:
-            self.reopened_after_kill_at(1 + (61 * a + b) % 800, a, b)
+            self.reopened_after_kill_at(self.line(a, b), a, b)
         else:
             self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
@@ -1528,6 +1544,12 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         "lanes",
         "reservoir",
         [("extend", 50, 0), ("add", 0, 0), ("extend", 50, 0), ("add", 0, 0)],
+        2,
+    ),
+    "a dump after a kill has no rows that are gone": (
+        "shared",
+        "uniform",
+        [("extend", 9, 0), ("extend", 9, 0), ("kill", 14, 40), ("save", 0, 0)],
         2,
     ),
     "lanes whose actors die, one after another": (

@@ -442,3 +442,27 @@ def test_every_read_of_unlike_lanes_gives_what_was_written(read: str) -> None:
         rb.extend(steps(10 * lane, count), lanes=lane)
     call, shape = READS[read]
     check(call(rb), *shape)
+
+
+class Outer:
+    class Inner(TensorClass):
+        """Rows of a class within a class."""
+
+        t: torch.Tensor
+
+
+def read_nested(folder: Path) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(4))
+    rb.loads(folder)
+    assert type(rb.sample()) is Outer.Inner
+
+
+@pytest.mark.slow  # each process imports everything
+def test_a_process_that_wrote_no_rows_knows_the_class_of_saved_ones(
+    tmp_path: Path,
+) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(4), batch_size=2)
+    cls: Any = Outer.Inner
+    rb.extend(cls(t=torch.arange(3), batch_size=[3]))
+    rb.dumps(tmp_path)
+    elsewhere(read_nested, tmp_path, method="spawn")
