@@ -693,6 +693,12 @@ class Machine:
             )
             self.model.update(rows, errors)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether ``rb[:]`` is an error, because a write that did not end has left
+        gaps in rows ``[T]``."""
+        return not self.lanes and self.rb.storage.ring.holes > 0
+
     # -- edits
 
     def edit(self, a: int, b: int) -> None:
@@ -712,7 +718,7 @@ class Machine:
         self.model.edit(row, new)
 
     def edit_all(self, a: int, b: int) -> None:
-        if len(self.model) and self.is_ours:
+        if len(self.model) and self.is_ours and not self.has_gaps:
             self.rb["hidden"] = torch.full_like(self.rb["hidden"], a / 64)
             for row in self.model.rows():
                 self.model.edit(row, {("hidden",): [a / 64] * 3})
@@ -1126,8 +1132,7 @@ class Machine:
                 self.rb.storage._storage.share_memory_,
                 self.rb.storage._storage.memmap_,
             ]
-        # `rb[:]` raises an error where a write that did not end has left gaps
-        if len(self.model) and not self.rb.storage.ring.holes:
+        if len(self.model) and not self.has_gaps:
             moves[a % len(moves)]()
 
     def not_resizable(self, change: Callable[[], object]) -> None:
@@ -1464,6 +1469,7 @@ def play(
             if form == "mixture"
             else Machine(form, kind, Path(folder), seed)
         )
+        machine.check(looks)  # a rollout computes its estimates
         for number, (name, a, b) in enumerate(operations):
             try:
                 machine.do(name, a, b)
