@@ -3,8 +3,10 @@ others use."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from rlbuf_td import (
     ProportionalSampler,
     ReplayBuffer,
     ReservoirWriter,
+    RingWriter,
     SchemaError,
     ShutDown,
 )
@@ -226,3 +229,63 @@ def test_a_buffer_that_is_deleted_is_not_kept_by_the_writes_of_others() -> None:
     gc.collect()
     assert priorities() is None
     assert len(first) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("call", ["close", "delete"])
+def test_a_forked_process_leaves_the_file_of_its_parent(
+    call: str, tmp_path: Path
+) -> None:
+    storage = PackedStorage(ROWS, scratch_dir=tmp_path, auto_cleanup=True)
+    buffers: list[Any] = [ReplayBuffer(storage=storage)]
+    del storage
+    buffers[0].extend(rows(0, 2))
+
+    def let_go() -> None:
+        if call == "close":
+            buffers[0].close()
+        buffers.clear()
+        gc.collect()
+
+    assert forked(let_go) == 0
+    assert (tmp_path / ROWS_FILE).exists()
+    assert buffers[0].chronological()["x"].tolist() == [0, 1]
+
+
+#: Options of a storage, by what a copy of its buffer must not use or change.
+COPIED: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "shared rows": {"shared": True},
+    "a file": {"scratch_dir": True},
+    "a file that is cleaned up": {"scratch_dir": True, "auto_cleanup": True},
+    "a reopened file": {"scratch_dir": True, "reopen": True},
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.deepcopy,
+    "pickle": lambda rb: pickle.loads(pickle.dumps(rb)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", COPIED)
+def test_a_copy_is_a_buffer_of_its_own(kind: str, way: str, tmp_path: Path) -> None:
+    options = dict(COPIED[kind])
+    if "scratch_dir" in options:
+        options["scratch_dir"] = tmp_path
+    storage = PackedStorage(ROWS, **options)
+    rb: Any = ReplayBuffer(storage=storage, sampler=ProportionalSampler(ROWS))
+    rb.extend(rows(0, 4))
+    other = COPIES[way](rb)
+    if not storage.shared:
+        other.set_sampler(ProportionalSampler(ROWS))
+        other.set_writer(RingWriter())
+    other.extend(rows(4, 2))
+    other.update_priority(torch.arange(6), 9.0)
+    assert other.chronological()["x"].tolist() == [*range(6)]
+    if not storage.shared:
+        other.set_storage(PackedStorage(ROWS)).close()
+    other.close()
+    assert rb.chronological()["x"].tolist() == [*range(4)]
+    assert rb.sampler.priority(torch.arange(4)).tolist() == [1.0] * 4
+    rb.extend(rows(4, 2))
+    assert (tmp_path / ROWS_FILE).exists() == ("scratch_dir" in options)

@@ -321,6 +321,10 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("backend", "fill"), [("compiled", "wrapped"), ("reference", "unlike lanes")]
+)
 @pytest.mark.parametrize("name", OTHERS)
-def test_limits_of_what_the_wrappers_are_given(name):
-    check("uniform", OTHERS[name], 2, "wrapped", "ours")
+def test_limits_of_what_the_wrappers_are_given(name, backend, fill):
+    with running(backend):
+        check("uniform", OTHERS[name], 2, fill, "ours")

@@ -622,6 +622,42 @@ def test_it_goes_on(backend, name, way, used, tmp_path):
         assert_equal(everything(rb), everything(other), unlike)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_reserved_rows_take_more_entries_after_any_way(way, tmp_path):
+    rows = steps(0, 3, 0)
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return ReplayBuffer(storage=PackedStorage(STEPS), generator=generator)
+
+    rb = make()
+    rb.storage.reserve(rows.exclude("action")[0])
+    other = WAYS[way](rb, make, tmp_path)
+    other.extend(rows)
+    assert_equal(other[:].to_dict(), rows.to_dict(), ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("proportional, counted", "rank, lanes", "windows, ids", "chunks, file"),
+        *("uniform, reservoir", "proportional, frames", "an epoch", "queue", "mixture"),
+    ],
+)
+def test_a_loaded_state_stays_as_it_was(name, tmp_path):
+    maker = MAKERS[name]
+    rb, other = (maker.make(tmp_path / str(seed), seed) for seed in range(2))
+    for number in range(maker.before + 1):
+        maker.run(rb, number)
+    state = rb.state_dict()
+    kept = copy.deepcopy(state)
+    other.load_state_dict(state)
+    for number in maker.after():
+        maker.run(rb, number)
+        maker.run(other, number)
+    assert_equal(state, kept, ())
+
+
 # -- ways that need more than a folder: another process, and a file that an earlier
 # process has left
 

@@ -59,6 +59,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.kernels.dispatch import uses_numba
 from tests import model as m
 from tests.backends import running
@@ -328,10 +329,13 @@ class Reservoir(World):
     """A world whose writer says where rows lie, or that they were dropped."""
 
     def tell(self, rows: Sequence[tuple[int, m.Fields]], index: Any = None) -> Any:
-        slots = torch.as_tensor(index).reshape(len(rows), -1)[:, 0].tolist()
-        for (lane, fields), slot in zip(rows, slots, strict=True):
+        cells = torch.as_tensor(index).reshape(len(rows), -1).tolist()
+        for (lane, fields), (slot, *lanes) in zip(rows, cells, strict=True):
             if slot >= 0:
+                assert lanes in ([], [lane])
                 self.model.put(slot, lane, fields)
+            else:
+                assert lanes in ([], [-1])
         return index
 
 
@@ -704,23 +708,32 @@ class Machine:
             )
             self.model.update(rows, errors)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether ``rb[:]`` is an error, because a write that did not end has left
+        gaps in rows ``[T]``."""
+        return not self.lanes and self.rb.storage.ring.holes > 0
+
     # -- edits
 
     def edit(self, a: int, b: int) -> None:
-        """Set an entry of one row: a number, or the flags that end its episode."""
+        """Set an entry of one row: a number, the flags that end its episode, or its
+        trajectory id."""
         if not len(self.model) or not self.is_ours:
             return
         row = self.model.rows()[b % len(self.model)]
         new: m.Fields = {("hidden",): [a / 64] * 3}
         if a % 3 == 0:
             new = {m.TERMINATED: [a % 2 == 0], m.DONE: [a % 2 == 0]}
+        elif a % 3 == 1 and self.world.ids:
+            new = {m.TRAJ: a // 3}
         index = m.index_of(self.model, [row])
         for key, value in new.items():
             self.rb.set_at_(key, torch.tensor([value]), index)
         self.model.edit(row, new)
 
     def edit_all(self, a: int, b: int) -> None:
-        if len(self.model) and self.is_ours:
+        if len(self.model) and self.is_ours and not self.has_gaps:
             self.rb["hidden"] = torch.full_like(self.rb["hidden"], a / 64)
             for row in self.model.rows():
                 self.model.edit(row, {("hidden",): [a / 64] * 3})
@@ -814,9 +827,20 @@ class Machine:
         way, state = ("dumps", "state_dict")[a % 2], None
         if way == "dumps":
             self.rb.dumps(self.folder / "dump")
+            self.check_dump()
         else:
             state = self.rb.state_dict()
         self.saved = way, state, self.kept()
+
+    def check_dump(self) -> None:
+        """Read the dump without a buffer, as it may be after a kill."""
+        if not self.is_ours or self.kind.writer in ROLLOUTS:
+            return  # no writer computes the estimates of a rollout
+        dump = open_checkpoint(self.folder / "dump")
+        if not self.lanes:
+            stored = 0 if dump.rows is None else len(dump.rows)
+            assert stored == len(self.model)
+        m.assert_holds(ReplayBuffer(storage=dump.storage), self.model)
 
     def kept(self) -> Any:
         return m.saved(self.world), {*self.undrawn}, [*self.batches]
@@ -930,7 +954,7 @@ class Machine:
     def kill(self, a: int, b: int) -> None:
         """Kill a process at some line of a write."""
         if self.is_shared and self.kind.writer is None:
-            self.in_child(a, b, 1 + (61 * a + b) % 800)
+            self.in_child(a, b, self.line(a, b))
 
     def in_child(
         self, a: int, b: int, line: int, then: Callable[[], object] = lambda: None
@@ -955,6 +979,10 @@ class Machine:
         self.settle(before, child, written, lanes, sure=code == 0)
         return code != 0
 
+    def line(self, a: int, b: int) -> int:
+        """Choose one of the lines of a write; the reference has more."""
+        return 1 + (61 * a + b) % (800 if self.is_compiled else 1_800)
+
     def write(self, world: World, a: int, b: int) -> list[int]:
         """Write rows, and return the lane of each."""
         if self.appends and a % 2:
@@ -973,7 +1001,7 @@ class Machine:
         but for what it replaces."""
         # see `extend`
         if self.kind.writer is None and (self.is_ours or not self.lanes):
-            self.interrupted_at(1 + (61 * a + b) % 800, a, b)
+            self.interrupted_at(self.line(a, b), a, b)
 
     def interrupted_at(self, line: int, a: int, b: int) -> bool:
         """Return whether the write has come so far."""
@@ -1063,7 +1091,7 @@ class Machine:
         gc.collect()  # an interrupted call may refer to the rows
         self.model.begin_episodes()
         if a % 2 and self.kind.writer is None:
-            self.reopened_after_kill_at(1 + (61 * a + b) % 800, a, b)
+            self.reopened_after_kill_at(self.line(a, b), a, b)
         else:
             self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
@@ -1119,7 +1147,7 @@ class Machine:
                 self.rb.storage._storage.share_memory_,
                 self.rb.storage._storage.memmap_,
             ]
-        if len(self.model):
+        if len(self.model) and not self.has_gaps:
             moves[a % len(moves)]()
 
     def not_resizable(self, change: Callable[[], object]) -> None:
@@ -1458,6 +1486,7 @@ def play(
             if form == "mixture"
             else Machine(form, kind, Path(folder), seed)
         )
+        machine.check(looks)  # a rollout computes its estimates
         for number, (name, a, b) in enumerate(operations):
             try:
                 machine.do(name, a, b)
@@ -1520,6 +1549,12 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         ],
         7,
     ),
+    "edited ids end an episode, and join others": (
+        "lanes",
+        "n-step",
+        [("extend", 7, 0), *[("edit", a, b) for a in (4, 1, 1, 4) for b in range(9)]],
+        7,
+    ),
     "a load and a reopening join no episodes": (
         "reopen",
         "n-step",
@@ -1557,6 +1592,24 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
             *[("add_step", 0, 0), ("update", 0, 0), ("add_step", 1, 1)],
         ],
         7,
+    ),
+    "a reservoir drops steps of lanes": (
+        "lanes",
+        "reservoir",
+        [("extend", 50, 0), ("add", 0, 0), ("extend", 50, 0), ("add", 0, 0)],
+        2,
+    ),
+    "a dump after a kill has no rows that are gone": (
+        "shared",
+        "uniform",
+        [("extend", 9, 0), ("extend", 9, 0), ("kill", 14, 40), ("save", 0, 0)],
+        2,
+    ),
+    "another process forgets the largest priority with all rows": (
+        "shared",
+        "proportional",
+        [("update_rows", 37, 40), ("crash", 32, 47), ("extend", 36, 55)],
+        2,
     ),
     "lanes whose actors die, one after another": (
         "shared lanes",

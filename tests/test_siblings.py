@@ -158,6 +158,27 @@ def test_add_step_and_add_write_the_same_rows(transform):
         assert_alike(seen[0], other)
 
 
+def test_another_storage_is_written_as_by_a_new_buffer():
+    step: dict[str, Any] = {
+        "observation": np.zeros(2),
+        "action": 0,
+        "reward": 2.0**24 + 1,  # no float32
+        "next_observation": np.ones(2),
+        "terminated": False,
+        "truncated": False,
+    }
+    exact = torch.tensor(step["reward"], dtype=torch.float64)
+    wide = make_transition(*(step | {"reward": exact}).values())
+    used, new = (ReplayBuffer(storage=PackedStorage(CAPACITY)) for _ in range(2))
+    used.add_step(**step | {"reward": 1.0})
+    used.set_storage(PackedStorage(CAPACITY))
+    for rb in (used, new):
+        rb.storage.reserve(wide)
+        rb.add_step(**step)
+    assert used[:]["next", "reward"] == step["reward"]
+    assert_same(used[:], new[:])
+
+
 def test_a_row_that_the_writer_leaves_out_changes_nothing():
     sampler = ProportionalSampler(2)
     rb = buffer_of(2, sampler, writer=TensorDictMaxValueWriter(rank_key="rating"))
@@ -549,6 +570,55 @@ def test_no_plan_lets_a_report_replace_a_stored_entry(place, backend, cls):
                 else nullcontext()
             ):
                 assert (rb.sample()["mine"] == -1).all()
+
+
+# -- a function of the user that uses the buffer
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "sample": lambda rb: rb.sample(),
+    "another size": lambda rb: rb.sample(4),
+    "read": lambda rb: rb[:],
+    "extend": lambda rb: rb.extend(numbered_rows(30, 30)),
+    "update": lambda rb: rb.update_priority(torch.arange(30), 3.0),
+}
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda hindsight: hindsight,
+    "n-step": lambda hindsight: NStepSampler(hindsight, 2, 0.9),
+    "sequence": lambda hindsight: SequenceSampler(hindsight, 3, burn_in=1),
+    "episodes": lambda hindsight: EpisodeSampler(hindsight, 4),
+}
+
+
+def batch_during(use: Callable[[Any], object], wrapper: str) -> TensorDictBase:
+    """Return a batch whose reward function has used the buffer."""
+    calls = []
+
+    def reward(rows: TensorDictBase) -> Any:
+        calls.append(len(rows))
+        if len(calls) == 2:  # of the second batch, and not of one within it
+            use(rb)
+        return reward_fn(rows)
+
+    inner = UniformSampler() if wrapper == "episodes" else ProportionalSampler(30)
+    sampler = WRAPPED[wrapper](HindsightSampler(inner, reward))
+    rb = buffer_of(30, sampler, rows=numbered_rows(30), batch_size=8)
+    rb.sample()
+    batch = seeded(rb).sample()
+    assert len(calls) > 1
+    return batch
+
+
+@pytest.mark.filterwarnings("ignore:trajectories are stored in stretches")
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_batch_is_the_same_whatever_its_reward_function_does(wrapper, backend):
+    with forced(backend):
+        expected = batch_during(lambda rb: None, wrapper)
+        for use in USES.values():
+            assert_same(batch_during(use, wrapper), expected)
 
 
 # -- settings

@@ -1896,7 +1896,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Listener):
                 data = self._storage.gather(
                     self._storage.ring.cells_by_age().to(self._storage.device)
                 )
-            return self._transformed(data)
+            return self._transformed(wrap(data, self._storage.row_class))
         return self._newest(n=None, flat=flat)
 
     def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:

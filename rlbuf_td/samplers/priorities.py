@@ -285,7 +285,7 @@ class Priorities:
     @property
     def largest(self) -> Any:
         """The largest magnitude so far, -1 if there is none; on other devices than the
-        CPU, a 0-dim tensor."""
+        CPU, and without numba unless it is shared, a 0-dim tensor."""
         return (
             self.settings[LARGEST]
             if self._largest_on_device is None
@@ -294,12 +294,13 @@ class Priorities:
 
     @largest.setter
     def largest(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor):  # on another device than the CPU
+        # in shared settings, other processes find it
+        if isinstance(value, Tensor) and not self.is_shared:
             self._largest_on_device = value
         else:
             self._largest_on_device, self.settings[LARGEST] = (
                 None,
-                min(value, LARGEST_MAGNITUDE),
+                min(float(value), LARGEST_MAGNITUDE),
             )
 
     @property
@@ -663,6 +664,7 @@ class Priorities:
         if not self.is_shared:
             with outside_inference_mode(), defer_sigint:
                 self.rule.table.share_memory_()
+                self.largest = float(self.largest)
                 self.settings.share_memory_()
                 self._record = _NO_RECORD  # has the address of the settings
             self.is_shared = True

@@ -482,3 +482,26 @@ def test_a_queue_that_is_refused_leaves_its_storage_to_others(tmp_path: Path):
     assert ReplayBuffer(storage=storage, batch_size=2).extend(
         numbered_rows(1)
     ).tolist() == [0]
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+@pytest.mark.parametrize("how", ["load_state_dict", "loads", "loads, rows_only"])
+def test_a_load_goes_on_with_the_counts_of_equal_settings_alone(how, ratio, tmp_path):
+    settings: dict[str, Any] = {"batch_size": 4, "tolerance": 64}
+    one, other = (
+        ReplayBuffer(storage=PackedStorage(8), samples_per_insert=each, **settings)
+        for each in (1.0, ratio)
+    )
+    one.extend(numbered_rows(8))
+    one.extend(numbered_rows(3))
+    one.sample()
+    other.extend(numbered_rows(5))
+    one.dumps(tmp_path)
+    if how == "load_state_dict":
+        other.load_state_dict(one.state_dict())
+    else:
+        other.loads(tmp_path, rows_only="rows_only" in how)
+    is_continued = ratio == 1.0 and "rows_only" not in how
+    health = other.health()
+    counts = health["inserts"], health["samples"]
+    assert counts == ((11, 4) if is_continued else (8, 8 * ratio))

@@ -3,6 +3,7 @@ rows."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -254,3 +255,12 @@ def test_td_errors_travel_with_the_next_request_one_to_each_shard():
     touched = [handle.calls for handle in world.handles]
     assert all(set(calls) == {"answer"} and len(calls) <= 10 for calls in touched)
     assert touched[3] == ["answer"] * 10
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_copy_of_a_client_weighs_rows_with_the_same_beta(beta):
+    _, client = begun(2, 100)
+    client.beta = beta
+    batches = [each.sample() for each in (client, copy.copy(client))]
+    are_alike = [bool((batch["priority_weight"] == 1).all()) for batch in batches]
+    assert are_alike == [beta == 0.0] * 2

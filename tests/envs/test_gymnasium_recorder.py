@@ -7,6 +7,7 @@ import copy
 import multiprocessing as mp
 import pickle
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -790,3 +791,25 @@ def test_a_masked_reset_leaves_the_other_episodes_ended():
     recorder.reset(options={"reset_mask": np.array([False, True, False])})
     recorder.step(np.zeros(3, np.int64))
     assert len(rb) == 6
+
+
+LOSSES: dict[str, Callable[[td.ReplayBuffer], object]] = {
+    "a load": lambda rb: rb.load_state_dict(rb.state_dict()),
+    "another storage": lambda rb: rb.set_storage(td.PackedStorage(90, ndim=2)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_masked_reset_after_a_loss_begins_an_episode_in_each_lane(loss):
+    env = SyncVectorEnv(
+        [partial(Walk, "box", 50)] * 3, autoreset_mode=AutoresetMode.DISABLED
+    )
+    rb = td.ReplayBuffer.from_env(env, 90)
+    recorder = td.GymnasiumRecorder(rb, env)
+    recorder.reset(seed=[3, 4, 5])
+    recorder.step(np.zeros(3, np.int64))
+    LOSSES[loss](rb)
+    recorder.reset(options={"reset_mask": np.array([False, True, False])})
+    recorder.step(np.zeros(3, np.int64))
+    ids = rb.storage["collector", "traj_ids"]
+    assert len(ids.unique()) == ids.numel()

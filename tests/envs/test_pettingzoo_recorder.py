@@ -738,3 +738,25 @@ def test_an_agent_that_leaves_without_its_last_turn_is_refused_by_name():
         recorder.step(None)
     recorder.reset()
     recorder.step(0)
+
+
+class Observed(Meadow):
+    """A meadow that tells what each agent would see, dead or alive."""
+
+    def step(self, actions: Any) -> Any:
+        _, *others = super().step(actions)
+        return ({agent: self.observe(agent) for agent in AGENTS}, *others)
+
+
+def test_what_absent_agents_would_see_is_not_stored():
+    env = Observed()
+    rb = ReplayBuffer.from_env(env, 200)
+    recorder = PettingZooRecorder(rb, env)
+    for _ in range(60):
+        if not env.agents:
+            recorder.reset(seed=len(rb))
+        recorder.step(act(env))
+    rows = rb[:]
+    is_absent = ~rows["wolf", "mask"] & ~rows["next", "wolf", "mask"]
+    assert is_absent.any()
+    assert not rows["next", "wolf", "observation"][is_absent].any()

@@ -458,3 +458,22 @@ def test_errors_of_the_burn_in_do_not_count_in_an_update_by_index():
     # as TorchRL's buffers call it
     sampler.update_priority(torch.arange(4, 8), errors, storage=rb.storage)
     assert sampler.innermost.priority(torch.tensor([6])).item() == 2
+
+
+def test_a_load_goes_on_in_its_epoch_whatever_was_divided_before():
+    made = [
+        buffer_of(
+            20,
+            SequenceSampler(MinibatchSampler(), 3, stride=3),
+            rows=numbered_rows(20, every=every),
+            batch_size=6,
+        )
+        for every in (5, 7)
+    ]
+    for rb in made:
+        rb.sample()
+    one, other = made
+    other.load_state_dict(one.state_dict())
+    for _ in range(2):
+        assert_same(one.sample().exclude("index"), other.sample().exclude("index"))
+    assert one.sampler.innermost.position == other.sampler.innermost.position > 0

@@ -306,3 +306,49 @@ def test_a_list_of_strings_is_a_nested_key():
         lambda names: OmegaConf.create(names.split(".")),
     ):
         assert keys_of(key) == expected
+
+
+#: Reads of lanes of two, three and one rows, with the shape of what they return.
+READS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
+    "sample": (lambda rb: rb.sample(), (4,)),
+    "last": (lambda rb: rb.last(1), (1, 3)),
+    "last, flat": (lambda rb: rb.last(1, flat=True), (3,)),
+    "chronological": (lambda rb: rb.chronological(flat=True), (6,)),
+    "a lane": (lambda rb: rb.lane(1).chronological(), (3,)),
+    "the newest of a lane": (lambda rb: rb.lane(1).last(2), (2,)),
+    "a time step": (lambda rb: rb.storage[0], (3,)),
+    "rows": (lambda rb: rb.storage.get(([0, 2], [0, 1])), (2,)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_read_of_unlike_lanes_gives_what_was_written(read: str) -> None:
+    rb: Any = ReplayBuffer(storage=PackedStorage(12, ndim=2, lanes=3), batch_size=4)
+    for lane, count in enumerate((2, 3, 1)):
+        rb.extend(steps(10 * lane, count), lanes=lane)
+    call, shape = READS[read]
+    check(call(rb), *shape)
+
+
+class Outer:
+    class Inner(TensorClass):
+        """Rows of a class within a class."""
+
+        t: torch.Tensor
+
+
+def read_nested(folder: Path) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(4))
+    rb.loads(folder)
+    assert type(rb.sample()) is Outer.Inner
+
+
+@pytest.mark.slow  # each process imports everything
+def test_a_process_that_wrote_no_rows_knows_the_class_of_saved_ones(
+    tmp_path: Path,
+) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(4), batch_size=2)
+    cls: Any = Outer.Inner
+    rb.extend(cls(t=torch.arange(3), batch_size=[3]))
+    rb.dumps(tmp_path)
+    elsewhere(read_nested, tmp_path, method="spawn")

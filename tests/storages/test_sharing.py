@@ -700,3 +700,43 @@ def test_an_interrupted_call_leaves_the_lock_to_others() -> None:
         if is_done:
             break
     assert line > 20
+
+
+#: In :meth:`ReplayBuffer.stats` or :meth:`ReplayBuffer.health`.
+COUNTS = (
+    *("write_count", "sample_calls", "samples_returned", "stale_updates"),
+    *("inserts", "samples", "sample_waits", "insert_waits"),
+)
+
+
+def counts_after_use(rb: Any, work: Callable[[Callable[[], None]], object]) -> Any:
+    """Let ``work`` call what uses all rows of a buffer, and return what it counts."""
+
+    def use() -> None:
+        batch = rb.sample()
+        rb.extend(numbered_rows(8, 8))
+        rb.update_tensordict_priority(batch.set("td_error", torch.ones(len(batch))))
+        with suppress(TimeoutError):
+            while True:
+                rb.sample(wait=True, timeout=0.0)
+
+    rb.extend(numbered_rows(8))
+    work(use)
+    found = rb.stats() | rb.health()
+    return {name: found[name] for name in COUNTS}
+
+
+def test_what_one_process_counts_all_processes_know() -> None:
+    here, there = (
+        ReplayBuffer(
+            storage=PackedStorage(8, shared=shared),
+            sampler=ProportionalSampler(8),
+            batch_size=4,
+            samples_per_insert=1.0,
+            tolerance=16,
+        )
+        for shared in (False, True)
+    )
+    expected = counts_after_use(here, lambda use: use())
+    assert min(expected[name] for name in COUNTS[:-1]) > 0
+    assert counts_after_use(there, lambda use: elsewhere(use)) == expected
