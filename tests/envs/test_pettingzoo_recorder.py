@@ -178,14 +178,14 @@ def torchrl_rollout(env, seed: int, **settings) -> TensorDict:
 def test_rows_are_those_of_torchrls_wrapper(group_map):
     make = partial(
         knights_archers_zombies.parallel_env,
-        max_cycles=120,
-        spawn_delay=3,
+        max_cycles=150,
+        spawn_delay=5,
         max_zombies=20,
     )
-    theirs, env = torchrl_rollout(make(), 2, group_map=group_map), make()
+    theirs, env = torchrl_rollout(make(), 3, group_map=group_map), make()
     rb = ReplayBuffer.from_env(env, 300, group_map=group_map)
     recorder = PettingZooRecorder(rb, env, group_map=group_map)
-    recorder.reset(seed=2)
+    recorder.reset(seed=3)
     recorder.reset()  # as TorchRL's set_seed and rollout do
     places = {
         agent: (group.name, i)
