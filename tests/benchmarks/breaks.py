@@ -647,7 +647,7 @@ BREAKS = [
         "envs/gymnasium_recorder.py",
         "self._restart(np.ones_like(lanes) if are_lost else lanes)",
         "self._restart(lanes)",
-        "tests/envs/test_gymnasium_recorder.py -k lanes_hold_the_histories_and_infos_of_their_environments",
+        "tests/envs/test_gymnasium_recorder.py -k breaks_off_every_episode",
     ),
     Break(
         "the infos of the end are those of the next episode's beginning",
