@@ -547,7 +547,7 @@ BREAKS = [
         "checkpoint/buffer.py",
         "        rb.episode_stats.forget_open()\n",
         "        pass\n",
-        "tests/diagnostics/test_episode_stats.py -k buffer_that_loads",
+        "tests/diagnostics/test_episode_stats.py -k with_ids_alone",
     ),
     Break(
         "a load replaces the generator that others share",
@@ -562,14 +562,14 @@ BREAKS = [
         "diagnostics/episode_stats.py",
         "terminated = done if truncated is None else done & ~truncated",
         "terminated = torch.zeros_like(done)",
-        "tests/diagnostics/test_episode_stats.py -k done_alone",
+        "tests/diagnostics/test_episode_stats.py -k flag_that_is_missing",
     ),
     Break(
         "statistics go on with trajectory 0 after a load",
         "diagnostics/episode_stats.py",
         "self._keys[self._keys >= 0] = _FREE",
         "self._keys[self._keys > 0] = _FREE",
-        "tests/diagnostics/test_episode_stats.py -k buffer_that_loads",
+        "tests/diagnostics/test_episode_stats.py -k with_ids_alone",
     ),
     Break(
         "an open episode is forgotten while it is written",
