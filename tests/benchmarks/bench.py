@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import (
     LazyTensorStorage,
@@ -37,19 +35,20 @@ from rlbuf_td import (
     functional,
 )
 from rlbuf_td.cli import whole_number
-from tests.benchmarks.contenders import TorchRL, available, image_rows, small_rows
+from tests.benchmarks.contenders import available, image_rows, small_rows
 from tests.benchmarks.timing import (
     OURS,
     REPLAY,
     WORDS,
     Calls,
     Timing,
+    head,
     measure,
+    microseconds,
     one_thread,
+    row,
 )
 
-NOTES = """Mixed: TorchRL's buffer with our parts; bare: one torch.randint and one index_select; SB3: Stable-Baselines3
-* TorchRL has no sampler by rank: its proportional sampler is timed"""
 LEAF_ROWS = 100_000
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
 LEAVES = {"leaves-12": 4, "leaves-3": 1}  # number of parts of each observation
@@ -237,69 +236,42 @@ def run_all(
 # -- what is printed
 
 
-def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
-    """Return a table with the time of this package, and the times of the others as
-    multiples of it."""
-    result = Table(
-        "",
-        title="Time per call, after a learner's step; of others: as a multiple of rlbuf_td's",
-        caption=NOTES,
-    )
-    for name in names:
-        result.add_column(name, justify="right", no_wrap=True)
-    for place, timing in enumerate(timings):
-        if not place or timing.data != timings[place - 1].data:
-            result.add_section()
-            result.add_row(timing.data, style="bold")
-        ratios = (
-            f"{timing.ratio(name):.3g}" if name in timing.blocks else ""
-            for name in names
-            if name != OURS
-        )
-        result.add_row(timing.words, f"{timing.median(OURS):,.0f} us", *ratios)
-    return result
+def tables(timings: Sequence[Timing]) -> Iterator[str]:
+    """Yield a table per kind of rows, with the time of this package and the ratios."""
+    sections: dict[str, list[Timing]] = {}
+    for timing in timings:
+        sections.setdefault(timing.data, []).append(timing)
+    for section, measured in sections.items():
+        names = {name: None for timing in measured for name in timing.blocks}
+        others = [name for name in names if name != OURS]
+        yield ""
+        yield from head(section, f"{OURS}, µs", *others)
+        for timing in measured:
+            ratios = (
+                f"{timing.ratio(name):.3g}" if name in timing.blocks else ""
+                for name in others
+            )
+            words = timing.words.replace("*", r"\*")
+            yield row(words, microseconds(timing.blocks[OURS]), *ratios)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    add = partial(parser.add_argument, type=whole_number(1))
     rows = "numbers of stored rows; 1e7 needs 18 GB"
-    parser.add_argument(
-        "--rows", type=whole_number(1), nargs="+", default=[10**6], help=rows
-    )
-    parser.add_argument(
-        "--images",
-        type=whole_number(0),
-        default=5_000,
-        help="number of image rows, 0 for none",
-    )
-    parser.add_argument(
-        "--batch", type=whole_number(1), default=256, help="rows per batch"
-    )
-    parser.add_argument(
-        "--rounds", type=whole_number(1), default=15, help="timed blocks of 16 calls"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=[*WORDS], default=[*WORDS], metavar="OPERATION"
-    )
+    add("--rows", nargs="+", default=[10**6], help=rows)
+    add("--images", type=whole_number(0), default=5_000, help="0 for no image rows")
+    add("--batch", default=256, help="rows per batch")
+    add("--rounds", default=15, help="timed blocks of 16 calls")
+    add("--only", type=str, nargs="+", choices=[*WORDS], default=[*WORDS])
     options = parser.parse_args(arguments)
     if min(options.rows) < options.batch or 0 < options.images < options.batch:
-        parser.error(
-            f"--rows and --images: the buffers must hold a batch, {options.batch} rows or more"
-        )
-    console, timings = Console(), []
-    with one_thread(), console.status("filling buffers") as status:
-        for timing in run_all(
-            options.rows, options.images, options.batch, options.rounds, options.only
-        ):
-            timings.append(timing)
-            status.update(
-                f"{timing.words}, {timing.rows:,} rows: TorchRL {timing.ratio(TorchRL.name):.1f} x"
-            )
-    names = [contender.name for contender in available()]
-    console.print(table(timings, names), highlight=False)
-    print(
-        f"batch {options.batch}, one thread, medians of {options.rounds} blocks, torch {torch.__version__}"
-    )
+        parser.error(f"--rows and --images: at least a batch of {options.batch} rows")
+    sizes = options.rows, options.images, options.batch, options.rounds
+    with one_thread():
+        timings = [*run_all(*sizes, options.only)]
+    print(*tables(timings), sep="\n")
+    print(f"\nbatch {options.batch}, one thread, medians of {options.rounds} blocks")
 
 
 if __name__ == "__main__":

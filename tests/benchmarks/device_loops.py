@@ -2,10 +2,10 @@
 (``python -m tests.benchmarks.device_loops``): what a buffer adds to a step.
 
 A step of the loop steps environments that are tensor functions, writes their
-transitions, samples, lets a critic learn, and updates priorities. The sides of a case
-run in one process, one segment of steps after another, in turn; the device is waited
-for at the end of a segment. Another side has no buffer, and learns from one batch again
-and again: the time of the buffer is what a step takes longer than one of that side.
+transitions, samples, lets a critic learn, and updates priorities. ``loops.py`` runs the
+sides of a case in turn; the device is waited for at the end of a segment. Another side
+has no buffer, and learns from one batch again and again: the time of the buffer is what
+a step takes longer than one of that side.
 
 Prints a table in Markdown, with date, device and versions. ``--device cpu --smoke``
 runs all sides with few rows.
@@ -14,16 +14,10 @@ runs all sides with few rows.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,7 +38,8 @@ from rlbuf_td import (
     ReplayBuffer,
     UniformSampler,
 )
-from tests.benchmarks.timing import OURS
+from tests.benchmarks import loop_sides, loops
+from tests.benchmarks.timing import OURS, row
 
 GAMMA, ALPHA, BETA, EPS = 0.99, 0.6, 0.4, 1e-8
 OBSERVATION, ACTION = 48, 12  # numbers per row
@@ -52,7 +47,7 @@ NOTHING = "no buffer"
 
 
 @dataclass(frozen=True)
-class Case:
+class Sizes:
     """A loop; ``n`` is the number of steps of its returns."""
 
     words: str
@@ -67,8 +62,8 @@ class Case:
         return self.environments * self.steps
 
 
-FAST_TD3 = Case("FastTD3-like, uniform", 4_096, 256, 32_768)
-RAINBOW = Case("Rainbow-like, prioritized 3-step", 64, 4_096, 32, 3, True)
+FAST_TD3 = Sizes("FastTD3-like, uniform", 4_096, 256, 32_768)
+RAINBOW = Sizes("Rainbow-like, prioritized 3-step", 64, 4_096, 32, 3, True)
 CASES = [
     FAST_TD3,
     replace(FAST_TD3, words="FastTD3-like, uniform 3-step", n=3),
@@ -136,11 +131,33 @@ class Critic:
         return self.network(torch.cat((observation, action), -1))
 
 
-class Side(ABC):
-    """A buffer."""
+class Side(loop_sides.Side):
+    """The loop with a buffer."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
+    def __init__(self, sizes: Sizes, device: torch.device, width: int) -> None:
+        super().__init__()
+        self.sizes, self.device = sizes, device
+        self.environments = Environments(sizes.environments, device)
+        self.critic = Critic(device, width)
+        self.build()
+
+    def run(self, steps: int) -> int:
+        for _ in range(steps):
+            self.write(self.environments.step())
+            batch = self.sample()
+            self.update(batch, self.critic.learn(batch, self.sizes.n))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return steps
+
+    def fill(self, steps: int) -> None:
+        for _ in range(steps):
+            self.write(self.environments.step())
+        self.run(20)
+
+    @abstractmethod
+    def build(self) -> None:
+        """Make the buffer."""
 
     @abstractmethod
     def write(self, rows: TensorDict) -> None:
@@ -156,10 +173,11 @@ class Side(ABC):
 class Nothing(Side):
     """Learns from one batch of the right size."""
 
-    def write(self, rows: TensorDict) -> None:
-        if not hasattr(self, "batch"):
-            index = torch.arange(self.case.batch, device=self.device) % len(rows)
-            self.batch = rows[index]
+    def build(self) -> None:
+        index = torch.arange(self.sizes.batch, device=self.device)
+        self.batch = self.environments.step()[index % self.sizes.environments]
+
+    def write(self, rows: TensorDict) -> None: ...
 
     def sample(self) -> TensorDict:
         return self.batch
@@ -168,17 +186,17 @@ class Nothing(Side):
 
 
 class Ours(Side):
-    def __init__(self, case: Case, device: torch.device) -> None:
-        super().__init__(case, device)
+    def build(self) -> None:
+        sizes = self.sizes
         sampler: Any = UniformSampler()
-        if case.is_prioritized:
-            sampler = ProportionalSampler(case.rows, ALPHA, BETA)
-        if case.n > 1:
-            sampler = NStepSampler(sampler, case.n, GAMMA)
+        if sizes.is_prioritized:
+            sampler = ProportionalSampler(sizes.rows, ALPHA, BETA)
+        if sizes.n > 1:
+            sampler = NStepSampler(sampler, sizes.n, GAMMA)
         storage = PackedStorage(
-            case.rows, device=device, ndim=2, lanes=case.environments
+            sizes.rows, device=self.device, ndim=2, lanes=sizes.environments
         )
-        self.rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=case.batch)
+        self.rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=sizes.batch)
 
     def write(self, rows: TensorDict) -> None:
         self.rb.extend(rows[:, None])
@@ -187,7 +205,7 @@ class Ours(Side):
         return self.rb.sample()
 
     def update(self, batch: Any, td_error: Tensor) -> None:
-        if self.case.is_prioritized:
+        if self.sizes.is_prioritized:
             batch["td_error"] = td_error
             self.rb.update_tensordict_priority(batch)
 
@@ -195,31 +213,31 @@ class Ours(Side):
 class TorchRL(Side):
     """n-step rows are made when they are written."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
-        super().__init__(case, device)
+    def build(self) -> None:
+        sizes = self.sizes
         sampler: Any = RandomSampler()
-        if case.is_prioritized:
-            sampler = PrioritizedSampler(case.rows, ALPHA, BETA, eps=EPS)
-        storage = LazyTensorStorage(case.rows, device=device)
+        if sizes.is_prioritized:
+            sampler = PrioritizedSampler(sizes.rows, ALPHA, BETA, eps=EPS)
+        storage = LazyTensorStorage(sizes.rows, device=self.device)
         self.rb = TensorDictReplayBuffer(
             storage=storage,
             sampler=sampler,
-            batch_size=case.batch,
+            batch_size=sizes.batch,
             priority_key="td_error",
         )
-        if case.n > 1:
-            self.rb.append_transform(MultiStepTransform(case.n, GAMMA))
+        if sizes.n > 1:
+            self.rb.append_transform(MultiStepTransform(sizes.n, GAMMA))
 
     def write(self, rows: TensorDict) -> None:
         # n-step returns need a dim of time
-        self.rb.extend(rows[:, None] if self.case.n > 1 else rows)
+        self.rb.extend(rows[:, None] if self.sizes.n > 1 else rows)
 
     def sample(self) -> Any:
         batch = self.rb.sample()
         return batch.view(-1) if batch.ndim > 1 else batch
 
     def update(self, batch: Any, td_error: Tensor) -> None:
-        if self.case.is_prioritized:
+        if self.sizes.is_prioritized:
             self.rb.update_priority(batch["index"], td_error.abs())
 
 
@@ -227,9 +245,9 @@ class ByHand(Side):
     """A tensor per key, ``[T, E, ...]``, as in FastTD3; priorities are drawn by
     cumulative sums. Rows are not checked."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
-        super().__init__(case, device)
-        shape, there = (case.steps, case.environments), {"device": device}
+    def build(self) -> None:
+        shape = (self.sizes.steps, self.sizes.environments)
+        there = {"device": self.device}
         flag = {"dtype": torch.bool, **there}
         self.rows: dict[str, Tensor] = {
             "observation": torch.empty(*shape, OBSERVATION, **there),
@@ -243,7 +261,7 @@ class ByHand(Side):
         self.written = 0
 
     def write(self, rows: TensorDict) -> None:
-        slot, following = self.written % self.case.steps, rows["next"]
+        slot, following = self.written % self.sizes.steps, rows["next"]
         for key in ("observation", "action"):
             self.rows[key][slot] = rows[key]
         self.rows["following"][slot] = following["observation"]
@@ -254,19 +272,19 @@ class ByHand(Side):
 
     def _drawn(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Return drawn cells, and their importance weights."""
-        if not self.case.is_prioritized:
-            rows = count * self.case.environments
-            cells = torch.randint(rows, (self.case.batch,), device=self.device)
+        if not self.sizes.is_prioritized:
+            rows = count * self.sizes.environments
+            cells = torch.randint(rows, (self.sizes.batch,), device=self.device)
             return cells, None
         weight = self.weight[:count].flatten()
         sums = weight.cumsum(0, dtype=torch.float64)
-        mass = torch.rand(self.case.batch, device=self.device, dtype=torch.float64)
+        mass = torch.rand(self.sizes.batch, device=self.device, dtype=torch.float64)
         cells = torch.searchsorted(sums, mass * sums[-1]).clamp(max=len(weight) - 1)
         importance = (weight[cells] / weight.min()) ** -BETA
         return cells, importance
 
     def sample(self) -> TensorDict:
-        steps, environments, n = self.case.steps, self.case.environments, self.case.n
+        steps, environments, n = self.sizes.steps, self.sizes.environments, self.sizes.n
         count = min(self.written, steps)
         cells, importance = self._drawn(count)
         rows = {key: column.flatten(0, 1) for key, column in self.rows.items()}
@@ -296,152 +314,44 @@ class ByHand(Side):
         return TensorDict(batch, [len(cells)])
 
     def update(self, batch: Any, td_error: Tensor) -> None:
-        if self.case.is_prioritized:
+        if self.sizes.is_prioritized:
             weight = (td_error.abs() + EPS) ** ALPHA
             self.weight.view(-1)[batch["index"]] = weight
             self.largest = torch.maximum(self.largest, weight.max())
 
 
-class Flashbax(Side):
-    """A uniform buffer of JAX, on the same device; tensors are shared, not copied."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        if case.is_prioritized or case.n > 1:
-            raise NotImplementedError("only uniform rows of one step are measured")
-        # JAX takes most of the memory of a GPU otherwise
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        import flashbax
-        import jax
-
-        super().__init__(case, device)
-        platform = "gpu" if device.type == "cuda" else device.type
-        jax.devices(platform)  # raises an error without this device
-        size = case.rows, 1, case.batch, False, True
-        self.buffer, self.state = flashbax.make_item_buffer(*size), None
-        self.add = jax.jit(self.buffer.add, donate_argnums=0)
-        self.draw = jax.jit(self.buffer.sample)
-        self.jax, self.key = jax, jax.random.PRNGKey(0)
-
-    def write(self, rows: TensorDict) -> None:
-        leaves = self.jax.tree.map(
-            lambda leaf: self.jax.dlpack.from_dlpack(leaf.contiguous()), rows.to_dict()
-        )
-        if self.state is None:
-            first = self.jax.tree.map(lambda leaf: leaf[0], leaves)
-            self.state = self.buffer.init(first)
-        self.state = self.add(self.state, leaves)
-
-    def sample(self) -> TensorDict:
-        self.key, key = self.jax.random.split(self.key)
-        drawn = self.draw(self.state, key).experience
-        leaves = self.jax.tree.map(torch.from_dlpack, drawn)
-        return TensorDict(leaves, [self.case.batch])
-
-    def update(self, batch: Any, td_error: Tensor) -> None: ...
-
-
-SIDES: dict[str, Callable[[Case, torch.device], Side]] = {
+SIDES: dict[str, type[Side]] = {
     NOTHING: Nothing,
-    OURS: Ours,
     "TorchRL": TorchRL,
     "a tensor per key": ByHand,
+    OURS: Ours,
 }
-if find_spec("flashbax") is not None:
-    SIDES["Flashbax"] = Flashbax
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def case(sizes: Sizes, device: torch.device, width: int, steps: int) -> loops.Case:
+    sides: dict[str, Callable[[], loop_sides.Side]] = {
+        name: partial(make, sizes, device, width) for name, make in SIDES.items()
+    }
+    return loops.Case(sizes.words, sides, steps, sizes.steps + 2 * sizes.n)
 
 
-class Loop:
-    """The loop of one side."""
-
-    def __init__(self, side: Side, width: int) -> None:
-        self.side, device = side, side.device
-        self.environments = Environments(side.case.environments, device)
-        self.critic = Critic(device, width)
-
-    def step(self) -> None:
-        side = self.side
-        side.write(self.environments.step())
-        batch = side.sample()
-        side.update(batch, self.critic.learn(batch, side.case.n))
-
-    def fill(self) -> None:
-        for _ in range(self.side.case.steps + 2 * self.side.case.n):
-            self.side.write(self.environments.step())
-
-    def segment(self, steps: int) -> float:
-        """Return the microseconds per step of a segment."""
-        wait(self.side.device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        wait(self.side.device)
-        return 1e6 * (time.perf_counter() - start) / steps
-
-
-def loops_of(
-    case: Case, device: torch.device, width: int
-) -> tuple[dict[str, Loop], dict[str, str]]:
-    """Return the loops of the sides that work, and why others do not."""
-    loops, reasons = {}, {}
-    for name, make in SIDES.items():
-        try:
-            loop = Loop(make(case, device), width)
-            loop.fill()
-            loop.step()
-        except Exception as error:  # of other libraries
-            if name == OURS:
-                raise
-            reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        else:
-            loops[name] = loop
-    return loops, reasons
-
-
-def times_of(loops: dict[str, Loop], steps: int, rounds: int) -> dict[str, float]:
-    """Return the median microseconds per step of each side; a first round is not
-    counted."""
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(1 + rounds):
-        for name, loop in loops.items():
-            times[name].append(loop.segment(steps))
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
-
-
-def table(device: torch.device, cases: Sequence[Case], how: argparse.Namespace) -> str:
-    """Measure all cases; return a table in Markdown."""
-    lines = ["| loop | batch | side | us per step | of these, the buffer |"]
-    lines += ["|---|---|---|---|---|"]
-    for case in cases:
-        loops, reasons = loops_of(case, device, how.width)
-        times = times_of(loops, how.steps, how.rounds)
-        for name in SIDES:
-            cells = [case.words, f"{case.batch:,}", name]
-            if name in times:
-                added = times[name] - times[NOTHING]
-                cells += [f"{times[name]:,.0f}", f"{added:,.0f}"]
-            else:
-                cells += [reasons[name], ""]
-            lines.append(f"| {' | '.join(cells)} |")
+def table(
+    device: torch.device, cases: Sequence[Sizes], options: argparse.Namespace
+) -> Iterator[str]:
+    """Measure all cases; yield a table in Markdown."""
+    yield row("loop", "batch", "side", "us per step", "of these, the buffer")
+    yield row(*["---"] * 5)
+    for sizes in cases:
+        measured = case(sizes, device, options.width, options.steps)
+        results = loops.measure(measured, options.rounds, None, None)
+        times = {result.side: 1e6 / result.rate for result in results}
+        for name, time in times.items():
+            added = time - times[NOTHING]
+            yield row(
+                sizes.words, f"{sizes.batch:,}", name, f"{time:,.0f}", f"{added:,.0f}"
+            )
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return "\n".join(lines)
-
-
-def circumstances(device: torch.device) -> str:
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else str(device)
-    names = [
-        package
-        for package in ("rlbuf_td", "torch", "torchrl", "triton", "flashbax", "jax")
-        if find_spec(package) is not None
-    ]
-    packages = ", ".join(f"{package} {version(package)}" for package in names)
-    return f"{date.today()}, {name}; {packages}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -453,15 +363,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps of a segment")
     parser.add_argument("--rounds", type=int, default=7, help="segments of a side")
     parser.add_argument("--width", type=int, default=256, help="of the critic's layers")
-    how, cases = parser.parse_args(arguments), CASES
-    if how.smoke:
-        how.steps, how.rounds, how.width = 2, 1, 8
+    options, cases = parser.parse_args(arguments), CASES
+    if options.smoke:
+        options.steps, options.rounds, options.width = 2, 1, 8
         small = partial(replace, environments=4, steps=16, batch=8)
-        cases = [small(case) for case in CASES[:3]]
-    device = torch.device(how.device)
-    print(circumstances(device))
+        cases = [small(sizes) for sizes in CASES[:3]]
+    device = torch.device(options.device)
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else str(device)
+    print(", ".join([name, *loops.lines(loops.circumstances())]))
     print()
-    print(table(device, cases, how))
+    for line in table(device, cases, options):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from rlbuf_td.cli import whole_number
 from rlbuf_td.diagnostics.plots import STYLE
 from tests.benchmarks import bench, loops
 from tests.benchmarks.loop_sides import ROOT
-from tests.benchmarks.loops import CASES, PACKAGES, PARTS, Result
-from tests.benchmarks.timing import OURS, WORDS, Timing, one_thread
+from tests.benchmarks.loops import CASES, PACKAGES, Result
+from tests.benchmarks.timing import OURS, WORDS, Timing, microseconds, one_thread, row
 
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "docs" / "BENCHMARKS.md"
@@ -81,19 +80,6 @@ def measure(rounds: int) -> Figures:
 # -- tables
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _head(*names: str) -> list[str]:
-    """Return the head of a table whose first column is text, the others numbers."""
-    return [_row(*names), _row("---", *["---:"] * (len(names) - 1))]
-
-
-def _microseconds(times: Sequence[float]) -> str:
-    return f"{statistics.median(times):,.0f}" if times else ""
-
-
 def circumstances(figures: Figures, packages: Sequence[str] = PACKAGES) -> str:
     facts = figures.circumstances
     versions = ", ".join(f"{name} {facts[name]}" for name in packages)
@@ -102,13 +88,13 @@ def circumstances(figures: Figures, packages: Sequence[str] = PACKAGES) -> str:
 
 def summary_of_loops(figures: Figures) -> Iterator[str]:
     """Yield the README's table: a row per case."""
-    yield _row("a step of a loop", OURS, "in its buffer", "others, in theirs")
+    yield row("a step of a loop", OURS, "in its buffer", "others, in theirs")
     yield "|---|---|---|---|"
     for name, (*others, ours) in figures.loops.items():
         ratios = (f"{other.side} {other.ratio(ours):.1f} x" for other in others)
         rate = f"{ours.rate:,.0f} steps/s"
-        spent = f"{_microseconds(ours.in_buffer)} µs"
-        yield _row(CASES[name].words, rate, spent, ", ".join(ratios))
+        spent = f"{microseconds(ours.in_buffer)} µs"
+        yield row(CASES[name].words, rate, spent, ", ".join(ratios))
     yield ""
     yield circumstances(figures, IN_LOOPS)
 
@@ -118,33 +104,13 @@ def table_of_loops(figures: Figures) -> Iterator[str]:
     yield circumstances(figures)
     for name, results in figures.loops.items():
         yield ""
-        words = CASES[name].words
-        yield from _head(words, "steps/s", "in buffer, µs", *PARTS, "ratio")
-        for result in results:
-            times = (_microseconds(result.times(part)) for part in (None, *PARTS))
-            ratio = f"{result.ratio(results[-1]):.2f}"
-            yield _row(result.side, f"{result.rate:,.0f}", *times, ratio)
+        yield from loops.table(CASES[name], results)
 
 
 def table_of_calls(figures: Figures) -> Iterator[str]:
     """Yield a table per kind of rows, with the time of this package and the ratios."""
     yield circumstances(figures)
-    sections: dict[str, list[Timing]] = {}
-    for timing in figures.calls:
-        sections.setdefault(timing.data, []).append(timing)
-    for section, timings in sections.items():
-        measured = {name for timing in timings for name in timing.blocks}
-        others = [name for name in timings[0].blocks if name != OURS]
-        others += sorted(measured - {OURS, *others})
-        yield ""
-        yield from _head(section, f"{OURS}, µs", *others)
-        for timing in timings:
-            ratios = (
-                f"{timing.ratio(name):.3g}" if name in timing.blocks else ""
-                for name in others
-            )
-            words = timing.words.replace("*", r"\*")
-            yield _row(words, _microseconds(timing.blocks[OURS]), *ratios)
+    yield from bench.tables(figures.calls)
 
 
 # -- the documents

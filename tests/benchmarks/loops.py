@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torchrl.data import PrioritizedSampler
 
 from rlbuf_td import ProportionalSampler
@@ -29,7 +27,7 @@ from rlbuf_td.cli import info, whole_number
 from tests.benchmarks import loop_sides as sides
 from tests.benchmarks.contenders import ALPHA, BETA
 from tests.benchmarks.loop_sides import CAPACITY, Side
-from tests.benchmarks.timing import OURS, one_thread
+from tests.benchmarks.timing import OURS, head, microseconds, one_thread, row
 
 PARTS = ("write", "sample", "update")
 PACKAGES = (
@@ -164,15 +162,19 @@ class Result:
 def measure(
     case: Case, segments: int, steps: int | None, fill: int | None
 ) -> list[Result]:
-    """Run the sides of a case in turn; leave out those whose library is missing."""
+    """Run the sides of a case in turn; leave out those of other libraries that are
+    missing, or fail."""
     running: dict[str, Side] = {}
     for name, make in case.sides.items():
         try:
-            running[name] = make()
-        except ModuleNotFoundError as error:
-            print(f"{name} is left out: {error}")
-    for side in running.values():
-        side.fill(case.fill if fill is None else fill)
+            side = make()
+            side.fill(case.fill if fill is None else fill)
+        except Exception as error:
+            if name.startswith(OURS):
+                raise
+            print(f"{name} is left out: {type(error).__name__}: {error}")
+        else:
+            running[name] = side
 
     rates: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, Any] = {name: defaultdict(list) for name in running}
@@ -199,22 +201,17 @@ def circumstances() -> dict[str, str]:
     return result
 
 
-# -- what is printed
+def lines(facts: dict[str, str]) -> list[str]:
+    return [f"{name} {fact}" for name, fact in facts.items()]
 
 
-def table(case: Case, results: Sequence[Result]) -> Table:
-    result = Table("", "steps/s", "in buffer", *PARTS, "x ours", title=case.words)
-    for column in result.columns[1:]:
-        column.justify, column.no_wrap = "right", True
-    for each in results:
-        times = (each.times(part) for part in (None, *PARTS))
-        cells = (
-            f"{statistics.median(spent):,.0f} us" if spent else "" for spent in times
-        )
-        result.add_row(
-            each.side, f"{each.rate:,.0f}", *cells, f"{each.ratio(results[-1]):.2f}"
-        )
-    return result
+def table(case: Case, results: Sequence[Result]) -> Iterator[str]:
+    """Yield a row per side, with the time in each part of the buffer."""
+    yield from head(case.words, "steps/s", "in buffer, µs", *PARTS, "ratio")
+    for result in results:
+        times = (microseconds(result.times(part)) for part in (None, *PARTS))
+        ratio = f"{result.ratio(results[-1]):.2f}"
+        yield row(result.side, f"{result.rate:,.0f}", *times, ratio)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -226,14 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--fill", type=whole_number(1), help="steps that are stored before")
     options = parser.parse_args(arguments)
 
-    console, facts = Console(), circumstances()
-    console.print(", ".join(f"{k} {v}" for k, v in facts.items()), highlight=False)
+    print(", ".join(lines(circumstances())))
     with one_thread():
         for name in options.cases or CASES:
             case = CASES[name]
-            with console.status(case.words):
-                results = measure(case, options.segments, options.steps, options.fill)
-            console.print(table(case, results), highlight=False)
+            results = measure(case, options.segments, options.steps, options.fill)
+            print("", *table(case, results), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,9 +70,6 @@ class Timing:
         )
         return f"{self.rows:,} rows of {kind}"
 
-    def median(self, name: str) -> float:
-        return statistics.median(self.blocks[name])
-
     def ratio(self, name: str) -> float:
         """Return a library's time divided by this package's time, as the median over
         blocks."""
@@ -130,6 +127,22 @@ def in_loop(
             # rare slow calls.
             blocks[name].append(statistics.fmean(times[1:]) * 1e6)
     return blocks
+
+
+# -- tables in Markdown
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def head(*names: str) -> list[str]:
+    """Return the head of a table whose first column is text, the others numbers."""
+    return [row(*names), row("---", *["---:"] * (len(names) - 1))]
+
+
+def microseconds(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):,.0f}" if times else ""
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import RandomSampler, Sampler, TensorDictMaxValueWriter
 
 import rlbuf_td as td
@@ -24,7 +24,7 @@ from rlbuf_td.diagnostics.plots import (
     plot_health,
     plot_trajectory,
 )
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, numbered_rows
 
 CAPACITY = 40
 NAMES = ["uniform", "unique", "no norm", "rank", "minibatch"]
@@ -33,16 +33,6 @@ NAMES = ["uniform", "unique", "no norm", "rank", "minibatch"]
 def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
     step = torch.arange(start, start + count).expand(lanes, count).clone()
     return TensorDict({"step": step}, [lanes, count])
-
-
-def filled(
-    sampler=None, capacity: int = 40, rows: int = 30, **settings
-) -> td.ReplayBuffer:
-    rb = td.ReplayBuffer(
-        storage=td.PackedStorage(capacity), sampler=sampler, batch_size=8, **settings
-    )
-    rb.extend(numbered(0, rows)[0])
-    return rb
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -78,104 +68,89 @@ def test_in_lockstep_with_lists_of_what_was_written_and_drawn(
         assert all(
             type(value) is float and math.isfinite(value) for value in health.values()
         )
-        if ages and draws:
-            found = [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")]
-            assert found == [quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)]
+        if ages:  # at the draw
+            measured = [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")]
+            assert measured == [quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)]
 
 
-@pytest.mark.parametrize("make", [td.ProportionalSampler, td.RankSampler])
-def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
-    torch.manual_seed(0)
-    n = 300
-    rb = td.ReplayBuffer(
-        storage=td.PackedStorage(n), sampler=make(n, 0.8, 0.7), batch_size=64
-    )
-    rb.extend(numbered(0, n)[0])
-    errors = torch.randn(n).exp()
-    rb.update_priority(torch.arange(n), -errors)
-    weight = rb.sample()["priority_weight"].double()
+def by_error(errors: list[float]) -> list[float]:
+    return [(error + 1e-8) ** 0.8 for error in errors]
+
+
+def by_rank(errors: list[float]) -> list[float]:
+    return [rank**-0.8 for rank in range(1, len(errors) + 1)]
+
+
+PRIORITIZED: dict[str, Any] = {
+    "proportional": (td.ProportionalSampler(300, 0.8, 0.7), by_error),
+    "rank": (td.RankSampler(300, 0.8, 0.7), by_rank),
+    "wrapped": (
+        td.SequenceSampler(
+            td.NStepSampler(td.ProportionalSampler(300, 0.8, 0.7), 2, 0.9), 4
+        ),
+        by_error,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRIORITIZED)
+def test_weights_and_mass_and_priorities_are_those_of_the_law(name):
+    sampler, law = PRIORITIZED[name]
+    rb = td.ReplayBuffer(storage=td.PackedStorage(300), sampler=sampler, batch_size=256)
+    rb.extend(numbered_rows(300))
+    errors = torch.randn(300).exp()
+    rb.update_priority(torch.arange(300), -errors)
+    weight = rb.sample()["priority_weight"].double().flatten()
     health = rb.health()
-    share = 1 / sum((weight / weight.sum()) ** 2)
-    assert health["effective_sample_size"] == pytest.approx(float(share))
-    assert health["effective_share"] == pytest.approx(float(share) / 64)
+    share = float(weight.sum() ** 2 / weight.square().sum())
+    median = weight.sort().values[(len(weight) - 1) // 2]
+    assert health["effective_sample_size"] == pytest.approx(share)
+    assert health["effective_share"] == pytest.approx(share / len(weight))
     assert health["weight_max_over_median"] == pytest.approx(
-        float(weight.max() / weight.sort().values[31])
+        float(weight.max() / median)
     )
-    if make is td.RankSampler:
-        mass = [rank**-0.8 for rank in range(1, n + 1)]
-    else:
-        mass = [
-            (error + 1e-8) ** 0.8
-            for error in sorted(errors.double().tolist(), reverse=True)
-        ]
+    mass = law(sorted(errors.double().tolist(), reverse=True))
     assert health["top_mass"] == pytest.approx(sum(mass[:3]) / sum(mass))
     assert health["priority_max"] == pytest.approx(float(errors.max()))
     assert health["priority_p50"] == pytest.approx(quantile(errors.tolist(), 0.5))
-
-
-def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
-    wrapped = td.SequenceSampler(td.NStepSampler(td.ProportionalSampler(40), 2, 0.9), 4)
-    rb = td.ReplayBuffer(
-        storage=td.PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8
-    )
-    data = numbered(0, 10, 4)
-    data["next"] = TensorDict(
-        {"reward": torch.ones(4, 10, 1), "done": torch.zeros(4, 10, 1).bool()}, [4, 10]
-    )
-    rb.extend(data)
-    rb.update_priority(torch.arange(40), torch.arange(40.0))
-    batch, health = rb.sample(), rb.health()
-    weight = batch["priority_weight"].double()
-    mass = (torch.arange(40.0).double() + 1e-8) ** 0.6
-    assert health["priority_max"] == 39.0
-    assert health["top_mass"] == pytest.approx(float(mass[-1] / mass.sum()))
-    share = float(weight.sum() ** 2 / weight.square().sum())
-    assert health["effective_sample_size"] == pytest.approx(share)
-    assert health["age_max"] == 9 - int(batch["step"].min())
 
 
 @pytest.mark.parametrize(
     "make", [td.UniformSampler, RandomSampler, td.MinibatchSampler]
 )
 def test_equally_probable_rows_have_a_top_mass_of_a_hundredth(make):
-    rb = filled(make(), 200, 200)
-    assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates", "compiled"}
-    assert rb.health()["top_mass"] == pytest.approx(0.01)
+    rb = td.ReplayBuffer(storage=td.PackedStorage(200), sampler=make())
+    rb.extend(numbered(0, 200)[0])
+    health = rb.health()
+    assert set(health) == {"rows", "fill", "top_mass", "stale_updates", "compiled"}
+    assert health["top_mass"] == pytest.approx(0.01)
 
 
-def test_an_age_is_measured_at_the_draw():
-    rb = filled(capacity=20, rows=10)
-    expected = float(9 - rb.sample()["step"].min())
-    rb.extend(numbered(10, 15)[0])  # replaces the rows of the batch
-    assert rb.health()["age_max"] == expected
+class Third(Sampler):
+    """Draws the third row."""
+
+    def sample(self, storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        return torch.full((batch_size,), 2), {}
+
+    def _empty(self) -> None: ...
+    def dumps(self, path) -> None: ...
+    def loads(self, path) -> None: ...
+    def state_dict(self): ...
+    def load_state_dict(self, state_dict) -> None: ...
 
 
 def test_numbers_of_unknown_samplers_and_writers_are_left_out():
-    class Third(Sampler):
-        def sample(self, storage, batch_size: int) -> tuple[torch.Tensor, dict]:
-            return torch.full((batch_size,), 2), {}
-
-        def _empty(self) -> None: ...
-        def dumps(self, path) -> None: ...
-        def loads(self, path) -> None: ...
-        def state_dict(self): ...
-        def load_state_dict(self, state_dict) -> None: ...
-
-    rb = td.ReplayBuffer(storage=td.PackedStorage(10), sampler=Third(), batch_size=3)
-    rb.extend(numbered(0, 5)[0])
-    rb.sample()
-    health = rb.health()
-    assert "top_mass" not in health
-    assert health["age_max"] == 2.0
-
-    best = td.ReplayBuffer(
-        storage=td.PackedStorage(10),
-        writer=TensorDictMaxValueWriter(rank_key="step"),
-        batch_size=3,
-    )
-    best.extend(numbered(0, 5)[0])
-    best.sample()
-    assert not [name for name in best.health() if name.startswith("age")]
+    best = TensorDictMaxValueWriter(rank_key="step")
+    seen = []
+    for parts in ({"sampler": Third()}, {"writer": best}):
+        rb = td.ReplayBuffer(storage=td.PackedStorage(10), batch_size=3, **parts)
+        rb.extend(numbered(0, 5)[0])
+        rb.sample()
+        seen.append(rb.health())
+    drawn, ranked = seen
+    assert "top_mass" not in drawn
+    assert drawn["age_max"] == 2.0
+    assert not [name for name in ranked if name.startswith("age")]
 
 
 # -- plots show what the buffer holds, and are labelled
@@ -206,14 +181,19 @@ def steps(seed: int = 0) -> TensorDict:
     )
 
 
-def buffer(sampler: object = None, capacity: int = 200) -> td.ReplayBuffer:
+def buffer(
+    sampler: object = None,
+    capacity: int = 200,
+    written: int = STEPS,
+    batch_size: int = 32,
+) -> td.ReplayBuffer:
     rb = td.ReplayBuffer(
         storage=td.PackedStorage(capacity, ndim=2),
         sampler=sampler or td.ProportionalSampler(capacity + 2),
-        batch_size=32,
+        batch_size=batch_size,
         stats=td.EpisodeStats(window=5),
     )
-    rb.extend(steps())
+    rb.extend(steps()[:, :written])
     rb.sample()
     return rb
 
@@ -229,8 +209,7 @@ def lines(figure: Figure) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "zeros"),
-    [(td.ProportionalSampler, 150), (td.ProportionalSampler, 30), (td.RankSampler, 30)],
+    ("kind", "zeros"), [(td.ProportionalSampler, 150), (td.RankSampler, 30)]
 )
 def test_health_shows_what_health_says(kind, zeros):
     rb = buffer(kind(202, 0.5))
@@ -249,17 +228,15 @@ def test_health_shows_what_health_says(kind, zeros):
 
 
 def test_episodes_show_every_episode_and_the_running_mean():
-    rb = buffer()
-    stats = rb.episode_stats
+    stats = buffer().episode_stats
     assert stats is not None
     figure = plot_episodes(stats)
     assert len(figure.axes) == 3
     returns = stats.history()["return"].numpy()
     dots, mean = lines(figure)[0]
     assert np.array_equal(dots, returns)
-    assert np.allclose(
-        mean, [returns[max(0, n - 4) : n + 1].mean() for n in range(len(returns))]
-    )
+    windows = [returns[max(0, n - 4) : n + 1] for n in range(len(returns))]
+    assert np.allclose(mean, [window.mean() for window in windows])
 
 
 def test_a_trajectory_is_shown_whole_across_the_wrap():
@@ -270,41 +247,24 @@ def test_a_trajectory_is_shown_whole_across_the_wrap():
     figure = plot_trajectory(rb, row)
     assert len(figure.axes) == 3
     reward, action, observation = lines(figure)
-    assert observation[0].tolist() == list(range(36, 45))
-    assert observation[1].tolist() == [-step for step in range(36, 45)]
-    assert np.array_equal(reward[0], steps()["next", "reward"][1, 36:45, 0])
-    assert np.array_equal(action[0], steps()["action"][1, 36:45].argmax(-1))
-    assert (
-        plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
-    )
+    shown = steps()[1, 36:45]
+    assert np.array_equal(np.stack(observation[:2], 1), shown["observation"])
+    assert np.array_equal(reward[0], shown["next", "reward"][:, 0])
+    assert np.array_equal(action[0], shown["action"].argmax(-1))
+    same = plot_trajectory(rb, (row // LANES, 1))
+    assert same.get_suptitle() == figure.get_suptitle()
     assert len(plot_trajectory(rb, row, keys=["observation"]).axes) == 1
 
 
 def test_a_rollout_shows_values_targets_and_advantages():
-    critic = TensorDictModule(
-        lambda x: x[..., :1] / 50, in_keys=["observation"], out_keys=["state_value"]
-    )
-    rollout = td.RolloutBuffer(STEPS, LANES, value_network=critic, batch_size=50)
-    data = steps()
-    data["next", "observation"] = data["observation"] + 1
-    rollout.extend(data)
+    rollout = rollout_of(STEPS)
     figure = plot_advantages(rollout)
-    assert len(figure.axes) == 3
     top, advantages, _ = figure.axes
-    assert np.array_equal(
-        top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0]
-    )
-    assert np.array_equal(
-        top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0]
-    )
-    assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [
-        7.5,
-        15.5,
-        23.5,
-        31.5,
-        39.5,
-        47.5,
-    ]
+    for line, key in zip(top.lines, ("value_target", "state_value"), strict=False):
+        assert np.array_equal(line.get_ydata(), rollout.storage[key][:, 0, 0])
+    # episodes of the first lane have 8 steps
+    ends = [np.asarray(line.get_xdata())[0] for line in top.lines[2:]]
+    assert ends == [7.5, 15.5, 23.5, 31.5, 39.5, 47.5]
     assert sum(heights(advantages)) == STEPS * LANES
 
 
@@ -319,14 +279,9 @@ def rollout_of(length: int) -> td.RolloutBuffer:
 
 def sampled(rows: int) -> td.ReplayBuffer:
     """Return a buffer whose draws are spread over ``rows`` rows."""
-    rb = td.ReplayBuffer(
-        storage=td.PackedStorage(200, ndim=2),
-        sampler=td.ProportionalSampler(200, 0.9),
-        batch_size=3,
-        stats=td.EpisodeStats(),
-    )
-    rb.extend(steps()[:, : rows // LANES])
-    rb.update_priority(torch.arange(len(rb)), torch.arange(1.0, len(rb) + 1))
+    sampler = td.ProportionalSampler(202, 0.9)
+    rb = buffer(sampler, written=rows // LANES, batch_size=3)
+    rb.update_priority(torch.arange(rows), torch.arange(1.0, rows + 1))
     rb.sample()
     return rb
 
@@ -346,21 +301,19 @@ def test_each_tick_is_labelled_with_the_number_where_it_stands(make):
     figure = make()
     figure.draw_without_rendering()
     read = 0
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            for tick in axis.get_major_ticks():
-                place, label = tick.get_loc(), tick.label1
-                text = label.get_text().replace("\N{MINUS SIGN}", "-")
-                if "$" in text or not text:  # a power of ten
-                    continue
-                share = text.endswith("%")
-                number = float(text.rstrip("%")) / (100 if share else 1)
-                assert number == pytest.approx(place, rel=1e-4, abs=1e-9)
-                is_count = (
-                    axis.get_label_text() in COUNTS or "step" in axis.get_label_text()
-                )
-                assert share or not is_count or place == round(place)
-                read += 1
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        name = axis.get_label_text()
+        is_count = name in COUNTS or "step" in name
+        for tick in axis.get_major_ticks():
+            place = tick.get_loc()
+            text = tick.label1.get_text().replace("\N{MINUS SIGN}", "-")
+            if "$" in text or not text:  # a power of ten
+                continue
+            is_share = text.endswith("%")
+            number = float(text.rstrip("%")) / (100 if is_share else 1)
+            assert number == pytest.approx(place, rel=1e-4, abs=1e-9)
+            assert is_share or not is_count or place == round(place)
+            read += 1
     assert read >= 8
 
 

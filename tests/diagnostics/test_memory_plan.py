@@ -3,8 +3,6 @@ room."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import gymnasium
 import pytest
 import torch
@@ -47,24 +45,15 @@ def state_of(sampler) -> int:
     "schema", [each for each in SCHEMAS.values() if not each.element], ids=str
 )
 def test_rows_are_planned_byte_for_byte(schema):
-    lanes = (3,)
-    example = transitions(schema, None, lanes)
-    needed = td.plan(example, 100)
-    storage = td.PackedStorage(100, ndim=1 + len(lanes))
-    storage.set([0], transitions(schema, 1, lanes))
-    assert (needed.capacity, needed.row_bytes, needed.rows) == (
-        storage.max_size,
-        storage.row_bytes,
-        storage.nbytes,
-    )
-    assert needed.rows == taken([storage.rows.matrix])  # pyrefly: ignore [missing-attribute]
-    steps = storage._max_size_along_dim0()
-    expected = {
-        show_key((key,) if isinstance(key, str) else key): steps
-        * leaf.numel()
-        * leaf.element_size()
-        for key, leaf in storage[0].items(include_nested=True, leaves_only=True)
-    }
+    needed = td.plan(transitions(schema, None, (3,)), 100)
+    storage = td.PackedStorage(100, ndim=2)
+    storage.set([0], transitions(schema, 1, (3,)))
+    assert (needed.capacity, needed.row_bytes) == (storage.max_size, storage.row_bytes)
+    rows = taken([storage.rows.matrix])  # pyrefly: ignore [missing-attribute]
+    assert needed.rows == storage.nbytes == rows
+    leaves = storage.all_rows().view().flatten_keys(".")
+    sizes = {name: leaf.nbytes for name, leaf in leaves.items()}
+    expected = {show_key(tuple(name.split("."))): size for name, size in sizes.items()}
     assert needed.keys == expected
     assert list(needed.keys.values()) == sorted(needed.keys.values(), reverse=True)
 
@@ -130,27 +119,20 @@ def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl"
 )
-@pytest.mark.parametrize(("library", "num_envs"), [("torchrl", 3), ("gymnasium", 0)])
-def test_an_environment_is_planned_as_the_buffer_made_from_it(library, num_envs):
-    env: Any
-    if library == "torchrl":
-        env = (
-            SerialEnv(3, lambda: GymEnv("CartPole-v1"))
-            if num_envs
-            else GymEnv("CartPole-v1")
-        )
-    else:
-        env = (
-            gymnasium.make_vec("CartPole-v1", num_envs)
-            if num_envs
-            else gymnasium.make("CartPole-v1")
-        )
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SerialEnv(3, lambda: GymEnv("CartPole-v1")),
+        lambda: gymnasium.make("CartPole-v1"),
+    ],
+    ids=["torchrl", "gymnasium"],
+)
+def test_an_environment_is_planned_as_the_buffer_made_from_it(make):
+    env = make()
     needed = td.plan(env, 1_000, sampler="proportional")
-    rb = td.ReplayBuffer.from_env(env, 1_000, sampler=td.ProportionalSampler(1_000 + 2))
+    rb = td.ReplayBuffer.from_env(env, 1_000, sampler=td.ProportionalSampler(1_002))
     assert (needed.capacity, needed.rows) == (rb.storage.max_size, rb.storage.nbytes)
     assert needed.priorities == td.ProportionalSampler.nbytes_for(needed.capacity)
-    if library == "gymnasium":
-        env.close()
 
 
 def planned(
@@ -194,9 +176,10 @@ def test_what_fits_needs_no_remedy_and_every_part_has_a_line(
     assert "RAM of unknown size: fits" in str(unknown)
 
 
-def test_what_does_not_fit_is_told_with_every_way_out(
-    monkeypatch,
-):
+def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch):
+    def fits(**settings) -> bool:
+        return planned(monkeypatch, **settings).fits
+
     needed = planned(monkeypatch, memory=GIB, disk=20 * GIB, sampler="proportional")
     assert not needed.fits
     smaller, elsewhere, images = needed.remedy.splitlines()
@@ -204,19 +187,10 @@ def test_what_does_not_fit_is_told_with_every_way_out(
     assert "scratch_dir=" in elsewhere
     assert "'pixels' is 99% of them; images stored as uint8 take 25%" in images
     # priorities of rows on a disk are in memory
-    for memory, fits in ((GIB, True), (1 << 20, False)):
-        on_disk = planned(
-            monkeypatch, memory=memory, disk=20 * GIB, scratch_dir="x", sampler="rank"
-        )
-        assert on_disk.fits is fits
+    on_disk = {"disk": 20 * GIB, "scratch_dir": "x", "sampler": "rank"}
+    assert fits(memory=GIB, **on_disk)
+    assert not fits(memory=1 << 20, **on_disk)
     assert needed.most_rows is not None
-    for capacity, fits in (
-        (needed.most_rows - 64, True),
-        (int(1.1 * needed.most_rows), False),
-    ):
-        assert (
-            planned(
-                monkeypatch, capacity, memory=GIB, disk=0, sampler="proportional"
-            ).fits
-            is fits
-        )
+    in_memory = {"memory": GIB, "disk": 0, "sampler": "proportional"}
+    assert fits(capacity=needed.most_rows - 64, **in_memory)
+    assert not fits(capacity=int(1.1 * needed.most_rows), **in_memory)

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.checkpoint.buffer import innermost_of
+from rlbuf_td.distributed.shard import Shard
 from tests.distributed.local import World
 from tests.statistics import assert_follows, power
 
@@ -26,16 +27,17 @@ def rows(first: int, count: int) -> TensorDict:
     )
 
 
-def proportional(stratified: bool = True, weight_norm="buffer") -> ReplayBuffer:
-    sampler = ProportionalSampler(
-        400, ALPHA, BETA, stratified=stratified, weight_norm=weight_norm
-    )
+def buffer_of(sampler) -> ReplayBuffer:
     return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=64)
 
 
 def uniform() -> ReplayBuffer:
-    return ReplayBuffer(
-        storage=PackedStorage(400), sampler=UniformSampler(), batch_size=64
+    return buffer_of(UniformSampler())
+
+
+def proportional(weight_norm="buffer", eps: float = 1e-8) -> ReplayBuffer:
+    return buffer_of(
+        ProportionalSampler(400, ALPHA, BETA, eps=eps, weight_norm=weight_norm)
     )
 
 
@@ -47,9 +49,8 @@ def fill(world: World, count: int) -> int:
         world.client(home=place).extend(rows(first, number))
         shard = world.shards[place]
         if shard._prioritized is not None:
-            shard.buffer.update_priority(
-                torch.arange(number), (1.0 + place) * torch.rand(number) ** 3
-            )
+            errors = (1.0 + place) * torch.rand(number) ** 3
+            shard.buffer.update_priority(torch.arange(number), errors)
         first += number
     return first
 
@@ -60,36 +61,34 @@ def begun(shards: int, count: int, **options) -> tuple[World, Any]:
     return world, world.client()
 
 
+def ids_of(shard: Shard) -> torch.Tensor:
+    """Return the ids of the stored rows by their cells."""
+    if not len(shard.storage):
+        return torch.empty(0, dtype=torch.int64)
+    return shard.storage[:]["id"].flatten()
+
+
 def magnitudes(world: World, count: int) -> torch.Tensor:
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
-        stored = shard.storage[:]["id"].flatten()
+        ids = ids_of(shard)
         sampler = innermost_of(shard.buffer.sampler)
-        found[stored] = sampler.rule.table.magnitude[: len(stored)].double()
+        found[ids] = sampler.rule.table.magnitude[: len(ids)].double()
     return found
 
 
 def law(world: World, count: int) -> torch.Tensor:
     weight = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
-        stored = (
-            shard.storage[:]["id"]
-            if len(shard.storage)
-            else torch.empty(0, dtype=torch.int64)
-        )
-        prioritized = shard._prioritized
-        flat = torch.arange(len(stored))
-        weight[stored] = (
-            torch.ones(len(stored)).double()
-            if prioritized is None
-            else prioritized.rule.table.weight[flat].double()
-        )
+        ids, prioritized = ids_of(shard), shard._prioritized
+        if prioritized is None:
+            weight[ids] = 1.0
+        else:
+            weight[ids] = prioritized.rule.table.weight[: len(ids)].double()
     return weight / weight.sum()
 
 
-@pytest.mark.parametrize(
-    ("make_buffer", "shards"), [(proportional, 1), (proportional, 4), (uniform, 3)]
-)
+@pytest.mark.parametrize(("make_buffer", "shards"), [(proportional, 4), (uniform, 3)])
 def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
     world = World(shards, make_buffer)
     count, learner, draws, size = fill(world, 120), world.client(), 200, 4_096
@@ -104,10 +103,7 @@ def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
 def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypatch):
     world = World(shards, proportional)
     fill(world, 120)
-    learner, writers = (
-        world.client(prefetch=prefetch),
-        [world.client(home=place) for place in range(shards)],
-    )
+    learner = world.client(prefetch=prefetch)
     total, size, seen = 400, 2_048, 120
     expected, counts = torch.zeros(total, dtype=torch.float64), torch.zeros(total)
     # of each request: with prefetch one brings several batches
@@ -123,19 +119,15 @@ def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypat
     for step in range(200):
         before = len(laws)
         batch = learner.sample(size)
-        # The batch at hand was drawn by the request before the one that is under way
-        # now.
-        served = (
-            (before if prefetch == 0 else max(1, len(laws) - 2))
-            if len(laws) > before
-            else served
-        )
+        if len(laws) > before:
+            # with prefetch, the batch was drawn by the request before the one under way
+            served = before if prefetch == 0 else max(1, len(laws) - 2)
         expected += laws[served]
         counts += torch.bincount(batch["id"], minlength=total)
         if step % 20 == 0:
-            writers[step % shards].extend(rows(seen, 3))
+            world.client(home=step % shards).extend(rows(seen, 3))
             seen += 3
-        part = batch[:32]
+        part: Any = batch[:32]
         part["td_error"] = torch.rand(32)
         learner.update_tensordict_priority(part)
     written = expected > 0
@@ -149,7 +141,7 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
     world = World(2, proportional)
     count, learner = fill(world, 60), world.client()
     learner.sample()
-    before = torch.tensor(
+    masses = torch.tensor(
         [report.mass for report in learner.links.known if report is not None]
     )
     other = world.client()
@@ -157,27 +149,19 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
     batch["td_error"] = 5.0 * torch.rand(512)
     other.update_tensordict_priority(batch)
     other.synchronize()
-    shares, now = before / before.sum(), [shard.report() for shard in world.shards]
     p = torch.zeros(count, dtype=torch.float64)
-    for place, shard in enumerate(world.shards):
-        stored = shard.storage[:]["id"]
-        p[stored] = (
-            shares[place]
-            * shard.buffer.sampler.rule.table.weight[: len(stored)].double()
-            / now[place].mass
-        )
+    for shard, share in zip(world.shards, masses / masses.sum(), strict=True):
+        ids = ids_of(shard)
+        p[ids] = share * shard.buffer.sampler.probability(torch.arange(len(ids)))
     batch = learner.sample(4_096)
-    expected = (p[batch["id"]] / p.min()) ** -BETA
-    torch.testing.assert_close(
-        batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-7
-    )
+    assert_weights(batch, (p[batch["id"]] / p.min()) ** -BETA)
 
 
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch", None])
 def test_weights_are_those_of_one_buffer(weight_norm):
-    world = World(3, lambda: proportional(weight_norm=weight_norm))
+    world = World(3, lambda: proportional(weight_norm))
     count = fill(world, 100)
-    single = proportional(weight_norm=weight_norm)
+    single = proportional(weight_norm)
     single.extend(rows(0, count))
     single.update_priority(torch.arange(count), magnitudes(world, count))
     batch = world.client().sample(256)
@@ -187,18 +171,17 @@ def test_weights_are_those_of_one_buffer(weight_norm):
         "batch": p.min(),
         None: 1 / count,
     }
-    expected = (p / unit[weight_norm]) ** -BETA
-    torch.testing.assert_close(
-        batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6
-    )
+    assert_weights(batch, (p / unit[weight_norm]) ** -BETA)
+
+
+def assert_weights(batch, expected: torch.Tensor) -> None:
+    weight = batch["priority_weight"].double()
+    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_of_a_shard_without_a_positive_priority_count_in_the_weights():
-    def make_buffer():
-        sampler = ProportionalSampler(400, ALPHA, BETA, eps=0.0, weight_norm=None)
-        return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=64)
-
-    world, single = World(2, make_buffer), make_buffer()
+    world = World(2, lambda: proportional(None, eps=0.0))
+    single = proportional(None, eps=0.0)
     errors = torch.cat([torch.rand(20) + 0.1, torch.zeros(30)])
     for place, (first, count) in enumerate([(0, 20), (20, 30)]):
         world.client(home=place).extend(rows(first, count))
@@ -208,10 +191,8 @@ def test_rows_of_a_shard_without_a_positive_priority_count_in_the_weights():
     single.extend(rows(0, 50))
     single.update_priority(torch.arange(50), errors)
     batch = world.client().sample()
-    expected = (50 * single.sampler.probability(batch["id"])) ** -BETA
-    torch.testing.assert_close(
-        batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6
-    )
+    p = single.sampler.probability(batch["id"])
+    assert_weights(batch, (50 * p) ** -BETA)
 
 
 def test_a_batch_is_stratified_over_all_shards():
@@ -227,19 +208,14 @@ def test_a_batch_is_stratified_over_all_shards():
 
 def test_new_rows_enter_with_the_largest_error_that_any_shard_has_seen():
     world, learner = begun(2, 30)
-    writer = world.client(home=0)
     batch = learner.sample()
     batch["td_error"] = torch.where(batch["index"][:, 0] == 1, 9.0, 0.1)
     learner.update_tensordict_priority(batch)
     learner.sample()  # brings the errors to shard 1
-    writer.extend(rows(300, 1))
+    world.client(home=0).extend(rows(300, 1))
     learner.sample()
     learner.sample()
-    shard = world.shards[0]
-    where = int((shard.storage[:]["id"] == 300).nonzero())
-    assert float(shard.buffer.sampler.priority(torch.tensor([where]))) == pytest.approx(
-        9.0
-    )
+    assert magnitudes(world, 301)[300] == 9
 
 
 def test_td_errors_travel_with_the_next_request_one_to_each_shard():

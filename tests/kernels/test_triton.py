@@ -571,9 +571,7 @@ def test_a_buffer_says_which_calls_have_kernels():
 def test_calls_start_few_operations():
     samplers = {**benchmark.SAMPLERS}
     samplers.pop("by rank")
-    counts = {
-        what: count for what, count, _ in benchmark.counts_of(50, 8, "cpu", samplers)
-    }
+    counts = dict(benchmark.counts_of(50, 8, "cpu", samplers))
     assert counts == {
         "uniform, extend by 8": 3,
         "uniform, sample": 2,

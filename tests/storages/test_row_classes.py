@@ -33,6 +33,7 @@ from rlbuf_td import (
 from rlbuf_td.checkpoint import open_checkpoint
 from tests.catalogue import assert_same, buffer_of
 from tests.environments import Walk
+from tests.storages.test_sharing import all_elsewhere
 from tests.test_lockstep import forked
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -351,4 +352,4 @@ def test_a_process_that_wrote_no_rows_knows_the_class_of_saved_ones(
     cls: Any = Outer.Inner
     rb.extend(cls(t=torch.arange(3), batch_size=[3]))
     rb.dumps(tmp_path)
-    elsewhere(read_nested, tmp_path, method="spawn")
+    all_elsewhere(read_nested, [(tmp_path,)], "spawn")
