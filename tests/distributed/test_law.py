@@ -126,7 +126,8 @@ def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypat
         if step % 20 == 0:
             world.client(home=step % shards).extend(rows(seen, 3))
             seen += 3
-        part = batch[:32].set("td_error", torch.rand(32))
+        part = batch[:32]
+        part["td_error"] = torch.rand(32)
         learner.update_tensordict_priority(part)
     written = expected > 0
     expected = expected / expected.sum()
