@@ -709,7 +709,7 @@ BREAKS = [
         "the last steps of dead agents are lost at a reset",
         "envs/aec_recorder.py",
         "            self._end_dead()\n",
-        "",
+        "            pass\n",
         "tests/envs/test_pettingzoo_recorder.py -k what_a_reset_interrupts_is_dropped_but_not_what_has_ended",
     ),
     Break(
