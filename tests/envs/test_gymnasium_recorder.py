@@ -221,7 +221,7 @@ def pickled(made):
 @pytest.mark.parametrize(
     ("kind", "copier"),
     [*zip(["single", "lane", *MODES], [copy.deepcopy, pickled] * 3, strict=False)],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_copy_of_a_recorder_goes_on_in_the_middle_of_an_episode(kind, copier):
     """Its steps go to rows of its own, and those of the original to the original."""
