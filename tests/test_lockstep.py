@@ -925,10 +925,14 @@ class Machine:
             with stopped(line, signal.SIGKILL):
                 call()
 
+        counts = 0, self.model.count
         code = forked(work)
         assert code in (0, -signal.SIGKILL)
         if not is_draw and not len(self.rb):
             self.emptied()
+            # rows are removed first, then the count of writes
+            assert self.rb.write_count in counts
+            self.model.count = self.rb.write_count
         return code != 0
 
     @property
