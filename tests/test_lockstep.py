@@ -1597,6 +1597,16 @@ PROGRAMS: dict[str, tuple[str, str, list[tuple[str, int, int]], int]] = {
         ],
         7,
     ),
+    "a full ring of shared observations is loaded and goes round": (
+        "share_next",
+        "uniform",
+        [
+            *[("extend", 9, 0), ("extend", 2, 0), ("extend", 2, 0)] * 2,
+            *[("save", 1, 0), ("load", 0, 0)],
+            *[("extend", 1, 0), ("extend", 2, 0), ("add", 0, 0)] * 3,
+        ],
+        6,
+    ),
     "a reservoir drops steps of lanes": (
         "lanes",
         "reservoir",

@@ -307,12 +307,13 @@ from importlib import import_module
 from pathlib import Path
 import torch
 from rlbuf_td.__main__ import main
-from tests.buffers.test_learner_device import NAMES, SAMPLERS, buffer, data
+from rlbuf_td import PackedStorage, ReplayBuffer
+from tests.catalogue import SAMPLERS, numbered_rows
 
-for name in NAMES:
-    rb = buffer(SAMPLERS[name](200))
+for name, make in SAMPLERS.items():
+    rb = ReplayBuffer(storage=PackedStorage(40), sampler=make(40), batch_size=12)
     for step in range(3):
-        rb.extend(data(20, 20 * step))
+        rb.extend(numbered_rows(20, 20 * step))
         batch = rb.sample()
         rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.batch_size)))
 assert main(["demo", "--steps", "1500", "--out", sys.argv[1] + "/out"]) in (0, 1)

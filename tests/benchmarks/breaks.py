@@ -1127,7 +1127,7 @@ BREAKS = [
         "storages/entries.py",
         "        self.numbers[1:] = 0\n        self.numbers[_DIRTY] = 1",
         "        self.numbers[1:] = 0\n        self.numbers[_DIRTY] = 0",
-        "tests/test_goes_on.py -k 'emptied or file or share or once or lanes'",
+        "tests/test_lockstep.py -k programs_that_once_failed",
     ),
     Break(
         "a damaged dump leaves a file of rows",
