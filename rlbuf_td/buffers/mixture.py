@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from math import lcm
 from pathlib import Path
@@ -369,9 +369,8 @@ class ReplayBufferMixture:
                 updates.append((member, own_update(member, flat, is_own)))
         for member, update in updates if len(updates) > 1 else []:
             refuse_update(member, update)
-        with defer_sigint:
-            for member, update in updates:
-                member._update_sampled(update)
+        for member, update in updates:
+            member._update_sampled(update)
 
     def write_back(
         self,
@@ -406,10 +405,9 @@ class ReplayBufferMixture:
             rows = without_lane(member, flat[is_own])
             entries = member._checked_entries(rows, keys, times.get(name))
             checked.append((member, rows, entries))
-        with defer_sigint:
-            return sum(
-                member._write_back(rows, *entries) for member, rows, entries in checked
-            )
+        return sum(
+            member._write_back(rows, *entries) for member, rows, entries in checked
+        )
 
     # -- state, health
 
@@ -448,8 +446,10 @@ class ReplayBufferMixture:
     def load_state_dict(self, state_dict: State) -> None:
         """Restore the result of :meth:`state_dict`.
 
-        If a member cannot load its state, an error is raised before any change.
+        If a member cannot load its state, an error is raised before any change. Ctrl-C
+        takes effect before the load or after it.
         """
+        self._refuse_shut_down()
         states = state_dict.get("members", {})
         if states.keys() != self.members.keys():
             raise ValueError(
@@ -458,7 +458,7 @@ class ReplayBufferMixture:
         for name, member in self.members.items():
             try_state(member, states[name])
         self._refuse_own(state_dict)
-        with defer_sigint:
+        with self._members_locked(), defer_sigint:
             self._restore_own(state_dict)
             for name, member in self.members.items():
                 member.load_state_dict(states[name])
@@ -489,19 +489,41 @@ class ReplayBufferMixture:
         Raises:
             CheckpointError: the dump has other member names, or the dump of a member is
                 missing or damaged, or does not fit the member. Nothing is loaded then.
+            ShutDown: a member has been shut down.
 
-        Cost: reads each file twice, because all are checked before any is loaded.
+        Ctrl-C takes effect before the members are loaded or after it. Cost: reads each
+        file twice, because all are checked before any is loaded.
         """
+        self._refuse_shut_down()
         with reading(Path(path) / _FOLDER, type(self).__name__) as dump:
             state = dump.state()
             self._refuse_own(state)
             folder = Path(path) / state["members"]
             for name, member in self.members.items():
                 try_dump(member, folder / name, transforms=transforms)
-            with defer_sigint:
+            with self._members_locked(), defer_sigint:
                 self._restore_own(state)
                 for name, member in self.members.items():
                     member.loads(folder / name, transforms=transforms)
+
+    def _refuse_shut_down(self) -> None:
+        for member in self.members.values():
+            member._refuse_shut_down()
+
+    @contextmanager
+    def _members_locked(self) -> Iterator[None]:
+        """Drop the batches that members have drawn ahead, and hold all locks of the
+        members."""
+        for member in self.members.values():
+            member.synchronize()
+        with ExitStack() as locks:
+            # first of all members: prefetching threads need the other locks
+            for member in self.members.values():
+                locks.enter_context(member._futures_lock)
+                member._clear_prefetch_queue_locked()
+            for member in self.members.values():
+                locks.enter_context(member._locked())
+            yield
 
     def share(self) -> Self:
         """Share the members with other processes (:meth:`ReplayBuffer.share`); each

@@ -245,17 +245,21 @@ def try_state(
     ``folder`` is that of the files of a dump. Return the rows.
     """
     rb._initialize()
-    with rb._locked(), defer_sigint:
+    stats = rb.episode_stats
+    with rb._locked(), defer_sigint, state_of(rb):
         rows = rb.storage.examine(state["_storage"], folder)
-        with state_of(rb):
-            refuse(rb, state)
+        refuse(rb, state)
+        if stats is not None and state.get("_stats") is not None:
+            with state_of(stats):
+                copy.deepcopy(stats).load_state_dict(state["_stats"])
         parts: dict[str, Any] = {"_writer": rb.writer}
         if transforms:
             _refuse_other_tensors(rb.transform.state_dict(), state["_transforms"])
             parts["_transforms"] = rb.transform
         if hasattr(innermost_of(rb.sampler), "snapshot"):
             # its own copy, because a larger one cannot become smaller again
-            _trial_of(rb.sampler).load_state_dict(state["_sampler"])
+            with state_of(rb.sampler):
+                _trial_of(rb.sampler).load_state_dict(state["_sampler"])
         else:
             parts["_sampler"] = rb.sampler
         before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}

@@ -284,8 +284,11 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude so far, -1 if there is none; on other devices than the
-        CPU, and without numba unless it is shared, a 0-dim tensor."""
+        """The largest magnitude so far, -1 if there is none.
+
+        It is a 0-dim tensor on other devices than the CPU, and on the CPU if torch
+        updates priorities that are not shared.
+        """
         return (
             self.settings[LARGEST]
             if self._largest_on_device is None

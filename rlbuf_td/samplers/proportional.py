@@ -19,7 +19,7 @@ from rlbuf_td.kernels.sum_tree.blocks import BlockUpdate, Run, WeightLaw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
-from rlbuf_td.storages.checks import State, exponent
+from rlbuf_td.storages.checks import State, exponent, state_of
 from rlbuf_td.storages.lock import defer_sigint
 from rlbuf_td.storages.numbers import SharedNumbers
 
@@ -294,10 +294,11 @@ class ProportionalSampler(Prioritized):
         ``PrioritizedSampler``."""
         if "_sum_tree" in state_dict:
             state_dict = self._from_torchrl(state_dict)
-        eps = exponent("eps", state_dict["eps"])
-        min_priority = exponent(
-            "min_priority", state_dict.get("min_priority", self.min_priority)
-        )
+        with state_of(self):
+            eps = exponent("eps", state_dict["eps"])
+            min_priority = exponent(
+                "min_priority", state_dict.get("min_priority", self.min_priority)
+            )
         with defer_sigint:
             super().load_state_dict(state_dict)
             self.rule.configure(eps, min_priority)

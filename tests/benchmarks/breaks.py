@@ -786,8 +786,8 @@ BREAKS = [
     Break(
         "Ctrl-C loads some members of a mixture alone",
         "buffers/mixture.py",
-        "            with defer_sigint:\n                self._restore_own(state)\n",
-        "            if True:\n                self._restore_own(state)\n",
+        "            with self._members_locked(), defer_sigint:\n                self._restore_own(state)\n",
+        "            with self._members_locked():\n                self._restore_own(state)\n",
         "tests/buffers/test_mixture.py -k interrupted_load",
     ),
     Break(

@@ -32,6 +32,7 @@ from rlbuf_td import (
     RingWriter,
     RolloutBuffer,
     SchemaError,
+    ShutDown,
     make_transition,
     schema_of,
 )
@@ -446,6 +447,18 @@ def test_steps_go_on_after_what_changes_a_buffer(change, tmp_path):
         if change == "attach another":
             one, other = (everything(vars(buffer)["other"]) for buffer in twins.both)
             assert_equal(one, other, ALWAYS)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_buffer_that_is_shut_down_refuses_steps(is_first):
+    rb, steps = ReplayBuffer(storage=PackedStorage(STEPS)), Steps()
+    count = 0 if is_first else 3  # later steps are written in one compiled call
+    for _ in range(count):
+        rb.add_step(**steps.make())
+    rb.shutdown()
+    with pytest.raises(ShutDown):
+        rb.add_step(**steps.make())
+    assert len(rb) == count
 
 
 def test_td_errors_in_steps_set_priorities(tmp_path):

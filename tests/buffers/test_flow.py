@@ -489,8 +489,8 @@ def test_a_queue_that_is_refused_leaves_its_storage_to_others(tmp_path: Path):
 def test_a_load_goes_on_with_the_counts_of_equal_settings_alone(how, ratio, tmp_path):
     settings: dict[str, Any] = {"batch_size": 4, "tolerance": 64}
     one, other = (
-        ReplayBuffer(storage=PackedStorage(8), samples_per_insert=each, **settings)
-        for each in (1.0, ratio)
+        ReplayBuffer(storage=PackedStorage(8), samples_per_insert=samples, **settings)
+        for samples in (1.0, ratio)
     )
     one.extend(numbered_rows(8))
     one.extend(numbered_rows(3))

@@ -25,6 +25,7 @@ from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
     CheckpointError,
+    EpisodeStats,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
@@ -32,6 +33,7 @@ from rlbuf_td import (
     ReplayBufferMixture,
     SchemaError,
     SequenceSampler,
+    ShutDown,
 )
 from tests.catalogue import SAMPLERS, assert_same, buffer_of
 from tests.model import mixed_importance
@@ -514,7 +516,11 @@ def pair(shift: int = 0, capacity: int = CAPACITY, **names: str) -> ReplayBuffer
     members: dict[str, Any] = {}
     for name, size in {one: CAPACITY, other: capacity}.items():
         members[name] = ReplayBuffer(
-            storage=PackedStorage(size), sampler=ProportionalSampler(size)
+            storage=PackedStorage(size),
+            sampler=ProportionalSampler(size),
+            stats=EpisodeStats(),
+            min_size=1,  # with flow control
+            generator=torch.Generator().manual_seed(size + shift),
         )
         members[name].extend(rows(shift + 100 * len(members), 9 + shift))
         members[name].update_priority(torch.arange(3), torch.tensor([1.0, shift, 9.0]))
@@ -527,11 +533,11 @@ def pair(shift: int = 0, capacity: int = CAPACITY, **names: str) -> ReplayBuffer
 
 def content(mixed: ReplayBufferMixture) -> Any:
     """Return what a load may change."""
-    members = [
-        (rb.chronological()["number"], rb.sampler.state_dict())
+    states = [
+        (rb.chronological()["number"], rb.state_dict() | {"_storage": None})
         for rb in mixed.members.values()
     ]
-    return repr((members, mixed.sampler, mixed.state_dict()["generator"].tolist()))
+    return repr((states, mixed.sampler, mixed.state_dict()["generator"].tolist()))
 
 
 def load(mixed: ReplayBufferMixture, saved: ReplayBufferMixture, folder: Path | None):
@@ -554,6 +560,60 @@ def test_a_load_that_a_member_refuses_changes_no_member(
     with pytest.raises((ValueError, CheckpointError)):
         load(mixed, saved, tmp_path if is_dumped else None)
     assert content(mixed) == before
+
+
+PARTS = "_storage", "_sampler", "_writer", "_stats", "_flow", "_rng", "_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("part", "is_missing"),
+    [*((part, False) for part in PARTS), *((part, True) for part in PARTS[:3])],
+)
+def test_a_wrong_state_of_a_part_changes_no_member(part, is_missing):
+    saved, mixed = pair(2), pair()
+    state = saved.state_dict()
+    wrong = state["members"]["other"]
+    assert part in wrong
+    if is_missing:
+        del wrong[part]
+    else:
+        wrong[part] = -1 if part == "_batch_size" else {"wrong": -1}
+    before = content(mixed)
+    with pytest.raises((ValueError, TypeError)):
+        mixed.load_state_dict(state)
+    assert content(mixed) == before
+
+
+@pytest.mark.parametrize("is_dumped", [True, False])
+def test_a_load_into_a_member_that_is_shut_down_changes_no_member(is_dumped, tmp_path):
+    saved, mixed = pair(2), pair()
+    saved.dumps(tmp_path)
+    mixed["other"].shutdown()
+    before = content(mixed)
+    with pytest.raises(ShutDown):
+        load(mixed, saved, tmp_path if is_dumped else None)
+    assert content(mixed) == before
+
+
+@pytest.mark.parametrize("is_dumped", [True, False])
+def test_members_with_prefetch_over_one_storage_are_loaded(is_dumped, tmp_path):
+    def make(first: int) -> ReplayBufferMixture:
+        one = numbered(first, prefetch=2, batch_size=3)
+        other = ReplayBuffer(storage=one.storage, prefetch=2, batch_size=3)
+        for rb in (one, other):
+            rb.sample()
+        return halves(one, other, batch_size=4)
+
+    saved, mixed = make(0), make(1_000)
+    saved.dumps(tmp_path)
+    thread = Thread(target=load, args=(mixed, saved, tmp_path if is_dumped else None))
+    thread.daemon = True
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    for rb in mixed.members.values():
+        assert rb.chronological()["number"].tolist() == [*range(10)]
+        assert rb.sample()["number"].max() < 10
 
 
 def test_a_load_of_a_damaged_member_changes_no_member(tmp_path: Path):
@@ -583,9 +643,9 @@ def test_an_interrupted_load_loads_all_members_or_none(is_dumped, tmp_path: Path
         mixed = pair()
         with stopped(line, signal.SIGINT) as stopper:
             load(mixed, saved, tmp_path if is_dumped else None)
-        found = content(mixed)
-        assert found in allowed, line
-        seen.add(found)
+        state = content(mixed)
+        assert state in allowed, line
+        seen.add(state)
         if stopper.left > 0:
             break
     assert len(seen) == 2

@@ -210,6 +210,15 @@ def test_the_first_write_to_rows_that_are_not_shared_may_add_keys(where, tmp_pat
     assert_same(rb.storage[:], rows)
 
 
+def test_reserved_rows_with_other_keys_than_saved_ones_stay_reserved():
+    saved = td.ReplayBuffer(storage=td.PackedStorage(10))
+    saved.extend(example())
+    rb = td.ReplayBuffer.from_schema(example(1, z=torch.ones(1))[0], 10)
+    with pytest.raises(td.SchemaError, match="other keys"):
+        rb.load_state_dict(saved.state_dict())
+    assert rb.storage.is_reserved
+
+
 def test_arrays_that_torch_cannot_share_are_copied():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False

@@ -133,6 +133,7 @@ REFUSALS: Table = {
         (lambda rb: rb.sampler.probability([30]), "IndexError: rows are 0 to 29"),
         (lambda rb: rb.sampler.priority(freed(torch.arange(9))), "RuntimeError|ValueError: no memory"),
         (lambda rb: rb.sampler.load_state_dict(type(rb.sampler)(29).state_dict()), "ValueError: max_capacity=29, this"),
+        (lambda rb: rb.sampler.load_state_dict({}), "ValueError: the state is not that of a"),
         (lambda rb: fresh(sampler=rb.sampler).sample(), "ValueError: serves another storage.*use one sampler per"),
         (lambda rb: rb.sampler.sample(storage(), 2), "ValueError: serves another storage.*use one sampler per buffer"),
     ] for make in (prioritized, ranked)},
